@@ -240,6 +240,12 @@ WRONG_IN_RUN = [
 ]
 
 
+def test_a_setting_of_several_types_is_refused_in_one_line():
+    with pytest.raises(ConfigError, match="^PPOCfg: schedule.warmup = <built-in function len>: expected data") as refused:
+        gw.PPOCfg(schedule={"name": "linear", "warmup": len})
+    assert str(refused.value).count("expected data") == 1
+
+
 @pytest.mark.parametrize(("fields", "message"), [*(({"algorithm": one}, said) for one, said in WRONG), *WRONG_IN_RUN])
 def test_wrong_settings_name_key_value_and_fix(fields, message):
     with pytest.raises(ConfigError, match=re.escape(message)):

@@ -276,7 +276,7 @@ def test_data_that_grew_since_the_save_are_told_and_taken(caplog):
     same.load_state_dict(saved.state_dict())
     assert not caplog.messages
     grown.load_state_dict(saved.state_dict())
-    assert caplog.messages[0].startswith("the data have 2 rows that can be used, and had 1 when the run was saved")
+    assert caplog.messages[0].startswith("the data now have 2 usable rows, and had 1 when the run was saved")
     collect(grown)
 
 

@@ -222,6 +222,54 @@ class Remembers(Walk):
         return super().step(action)
 
 
+class Rules(Walk):
+    """A function takes the place of another one."""
+
+    def step(self, action):
+        self.rule = max if self.count else np.add
+        self.other = worse
+        return super().step(action)
+
+    def reset(self, **options):
+        self.other = better
+        return super().reset(**options)
+
+
+def better():
+    return 1
+
+
+def worse():
+    return -1
+
+
+GOALS = [np.array([0.0, 9.0]), np.array([9.0, 0.0]), np.array([0.0, 0.0])]
+
+
+class Goals(Walk):
+    """Each episode has one of the goals that all environments know, and words of NumPy."""
+
+    def reset(self, **options):
+        found = super().reset(**options)
+        self.goal, self.word = GOALS[self.np_random.integers(3)], self.np_random.choice(["near", "far"])
+        return found
+
+    def step(self, action):
+        obs, _, *ends = super().step(action)
+        return obs, float(self.goal[0] - 2 * self.goal[1] + (self.word == "far")), *ends
+
+
+@pytest.mark.parametrize("given", [None, GOALS])
+def test_an_episode_keeps_what_it_chose_among_objects_that_all_environments_know(given, tmp_path):
+    first, second = (Run(EnvCfg(num_envs=6), lambda: Goals(given)) for _ in range(2))
+    first.collect(1)
+    first.save(tmp_path / "latest")
+    second.load(tmp_path / "latest")
+    found = second.collect(1)[0]
+    assert torch.equal(found["reward"], first.collect(1)[0]["reward"])
+    assert len(set(found["reward"][:, 0].tolist())) > 2
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -233,6 +281,7 @@ class Remembers(Walk):
         lambda: Walk(list(np.zeros(2_000))),
         Turns,
         Remembers,
+        Rules,
     ],
 )
 def test_what_a_checkpoint_cannot_take_begins_anew(make, tmp_path, caplog):
@@ -241,8 +290,12 @@ def test_what_a_checkpoint_cannot_take_begins_anew(make, tmp_path, caplog):
     first.save(tmp_path / "latest")
     other.load(tmp_path / "latest")
     assert (other.collect(1)[0]["step"][:, 0] == 0).all()
-    told = [message for message in caplog.messages if message.startswith("the episodes that ran at the checkpoint end")]
-    assert len(told) == (make in (Turns, Remembers))
+    told = [
+        message
+        for message in caplog.messages
+        if message.startswith("the running episodes cannot be restored, so new ones begin: ")
+    ]
+    assert len(told) == (make in (Turns, Remembers, Rules))
 
 
 def test_a_method_that_did_not_change_goes_on(tmp_path):

@@ -45,7 +45,7 @@ def test_torch_environments_have_collectors_of_their_own(algorithm, env, collect
 @pytest.mark.parametrize(
     ("algorithm", "env", "message"),
     [
-        (BRANCH, None, "needs an environment in torch, and CartPole-v1 is none; fix: "),
+        (BRANCH, None, "an environment in torch, got CartPole-v1; fix: "),
         (GREEDY, TorchCartPole, "credit.baseline='greedy' needs whole groups"),
     ],
 )

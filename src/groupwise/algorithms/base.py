@@ -99,7 +99,9 @@ class BaseAlgorithm(ABC):
                 f"{'ppo' if name == 'PPO' else 'grpo'!r}), or with the interface of Stable-Baselines3 groupwise.contrib.sb3.GRPO"
             )
         if policy.actor_only and not self.actor_only:
-            raise ConfigError(f"{type(self).__name__} needs a critic, the policy is actor_only; fix: actor_only=False")
+            name = type(self).__name__
+            fix = f"fix: a policy with actor_only=False, or actor_only = True in the class {name} if it reads no values"
+            raise ConfigError(f"{name} needs a critic, the policy is actor_only; {fix}")
         check_objective(cfg.objective, policy)
         self.range_schedules = cfg if has_range_schedule(cfg) else None
         self.cfg = at_progress(cfg, 0.0) if has_range_schedule(cfg) else cfg

@@ -239,7 +239,7 @@ class GroupCollector(EnvCollector):
             )
         if self.collection.partial_groups == "truncate":
             raise EnvError(
-                f"collection.partial_groups='truncate' needs an environment in torch, and {env.env_id} is none; "
+                f"collection.partial_groups='truncate' needs a TorchGroupCollector and an environment in torch, got {env.env_id}; "
                 "fix: env.vectorization='torch' (for CartPole-v1), or collection.partial_groups='complete'"
             )
         blocks = f"{env.env_id} starts blocks of {env.block_size} rows together"

@@ -535,7 +535,8 @@ class VectorCollector(EnvCollector):
         try:
             self.env.load_state_dict(running["env"])
         except EnvError as error:
-            log.warning("the episodes that ran at the checkpoint end here, and new ones begin: %s", error)
+            why = str(error).partition("; fix: ")[0]
+            log.warning("the running episodes cannot be restored, so new ones begin: %s", why)
             return
         obs, device = running["obs"], self.policy.device
         self._obs = obs.to(device) if isinstance(obs, Tensor) else TensorDict(obs, [self.env.num_envs], device=device)

@@ -224,7 +224,10 @@ def explain(errors: Iterable[Mapping[str, Any]]) -> list[str]:
         else:
             head, expected = f"{path} = {item['input']!r:.200}: ", _expected(item)
             other = expected.removeprefix("input should be ")  # the setting may have several types
-            lines[head] = f"{lines[head]}, or {other}" if head in lines else expected
+            if head not in lines:
+                lines[head] = expected
+            elif other not in lines[head]:
+                lines[head] += f", or {other}"
     return [head + expected for head, expected in lines.items()]
 
 

@@ -252,7 +252,8 @@ def _read(folder: Path, observation_space: Any) -> Demonstrations:
     stored: dict[tuple[str, ...], Array] = {}
     if INSTRUCTION in leaves:
         size = leaves[INSTRUCTION].shape[0]
-        if longer := [text for text in texts.values() if len(text.encode()) > size]:
+        used = [texts[index] for index in sorted(set(table["task_index"].to_pylist()))]
+        if longer := [text for text in used if len(text.encode()) > size]:
             raise DataError(
                 f"{folder / TASKS}: {longer[0]!r:.200} has {len(longer[0].encode())} bytes, and {INSTRUCTION[0]!r} of the environment "
                 f"takes {size}; fix: a shorter text, or an observation space that takes it"

@@ -96,6 +96,7 @@ class GymnasiumVectorEnv(VectorEnv):
         self.autoreset = cast(Autoreset, mode.name.lower())
         self._env = env
         self._seeds_rows = isinstance(env.unwrapped, SyncVectorEnv | AsyncVectorEnv)
+        self._shared = states.shared_objects(env.unwrapped.envs if isinstance(env.unwrapped, SyncVectorEnv) else ())
 
     def reset(self, *, seed: int | None = None, mask: Mask | None = None) -> Nested:
         """First observations [N, ...]; see ``VectorEnv.reset``."""
@@ -146,12 +147,12 @@ class GymnasiumVectorEnv(VectorEnv):
 
     def state_dict(self) -> dict[str, Any] | None:
         """The state of all rows as plain data; None for rows in other processes and simulators that cannot be read."""
-        return states.capture(self._env)
+        return states.capture(self._env, shared=self._shared)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved ``state_dict``."""
         self._env.reset(seed=0)  # the first reset creates some of an environment's attributes
-        states.restore(self._env, state)
+        states.restore(self._env, state, self._shared)
 
     def close(self) -> None:
         """Free simulators and processes."""

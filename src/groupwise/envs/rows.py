@@ -83,8 +83,9 @@ class LocalRows:
         self.envs = [cfg.make() for _ in arrays["reward"]]
         self._was_reset = [False] * len(self.envs)
         self._adapter = adapter_for(self.envs[0]) or SnapshotAdapter() if cfg.start_mode == "snapshot" else None
+        self.shared = shared_objects(self.envs)
         if self._adapter is not None:
-            self._adapter.shared = shared_objects(self.envs)
+            self._adapter.shared = self.shared
         self._starts: dict[int, tuple[Snapshot, Any]] = {}
         """Captured states and first observations by seed, with ``snapshot``."""
         leaves = leaf_spaces(cfg.observation_space).items()
@@ -518,9 +519,8 @@ class RowsGroupEnv(GroupEnv):
         if isinstance(self._rows, WorkerRows):
             return None
         rows, room = list[Any](), iter(range(snapshots.MOST_OF_ROWS))
-        shared = shared_objects(self._rows.envs)
         for env in self._rows.envs:
-            if (row := snapshots.capture(env, room, shared)) is None:
+            if (row := snapshots.capture(env, room, self._rows.shared)) is None:
                 return None
             rows.append(row)
         return {"rows": rows, "live": self._live}
@@ -530,7 +530,7 @@ class RowsGroupEnv(GroupEnv):
         assert isinstance(self._rows, LocalRows)
         self.reset(seed=0)  # the first reset creates some of an environment's attributes
         for env, row in zip(self._rows.envs, state["rows"], strict=True):
-            snapshots.restore(env, row)
+            snapshots.restore(env, row, self._rows.shared)
         self._set_live(state["live"])
 
     def close(self) -> None:

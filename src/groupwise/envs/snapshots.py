@@ -9,7 +9,7 @@ import random
 import sys
 import types
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
 from io import BytesIO
 from itertools import islice
@@ -154,8 +154,8 @@ def reseed_noise(env: gymnasium.Env, noise_seed: int) -> None:
     """Seed everything random after the start.
 
     This covers ``np_random``, generators in attributes of the environment or a wrapper (also in dictionaries, lists,
-    tuples and other objects there), spaces that were seeded or sampled, and the simulator's own. They are seeded in place,
-    as others may refer to them.
+    tuples and other objects there), spaces in attributes that have a generator, and the simulator's own. They are seeded in
+    place, as others may refer to them.
     """
     seeds = [(generator, derive_seed(noise_seed, name)) for name, generator in _kept_generators(env)]
     for generator, seed in [*seeds, (env.unwrapped.np_random, noise_seed)]:
@@ -177,12 +177,16 @@ _NEVER_SHARED = (
     str,
     bytes,
     frozenset,
+    tuple,
     Enum,
     np.generic,
     types.NoneType,
     Generator,
     *_NO_STATE,
 )
+_NO_ENTRIES = (gymnasium.Env, *_NO_STATE)
+_PLAIN = frozenset({bool, int, float, str, types.NoneType, np.ndarray, np.float64, np.float32, np.int64})
+"""Most attributes, which are passed over at once: every episode begins with this search."""
 _MOST_KEPT = 32
 """Larger containers hold data; searching them would cost more than the start."""
 
@@ -191,8 +195,10 @@ def _kept_generators(env: gymnasium.Env) -> Iterator[tuple[str, Generator | gymn
     """Generators besides ``np_random`` and used spaces in attributes, or entries of one, with unique names."""
     for index, layer in enumerate(_layers(env)):
         for name, value in vars(layer).items():
+            if type(value) in _PLAIN:
+                continue
             if isinstance(value, gymnasium.Space):
-                if value._np_random is not None:
+                if getattr(value, "_np_random", None) is not None:
                     yield f"{index}.{name}", value
             elif isinstance(value, Generator):
                 if name != "_np_random":
@@ -209,12 +215,15 @@ def _entries(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from enumerate(value) if len(value) <= _MOST_KEPT else ()
     elif isinstance(value, dict):
         yield from value.items() if len(value) <= _MOST_KEPT else ()
-    elif not isinstance(value, (gymnasium.Env, *_NO_STATE)):
+    elif not isinstance(value, _NO_ENTRIES):
         yield from getattr(value, "__dict__", {}).items()
 
 
 def shared_objects(envs: Sequence[gymnasium.Env]) -> dict[int, Any]:
-    """Objects that attributes of several environments hold, or entries of these, by id: they are the state of none."""
+    """Objects that attributes of several environments hold, or entries of these, by id: they are the state of none.
+
+    To be called before the first reset, which may choose among objects that all environments know.
+    """
     owners, found = dict[int, int](), dict[int, Any]()
     for number, env in enumerate(envs):
         for layer in _layers(env):
@@ -303,7 +312,8 @@ def stays(value: Any) -> bool:
 def _is_kept(value: Any, layers: Sequence[gymnasium.Env]) -> bool:
     """Whether an attribute stays when an environment is restored. What is code, and found by name, may change in an episode."""
     if isinstance(value, types.MethodType):
-        return not any(value.__self__ is layer and getattr(layer, value.__name__, None) == value for layer in layers)
+        name = getattr(value, "__name__", "")
+        return not any(value.__self__ is layer and getattr(layer, name, None) == value for layer in layers)
     if isinstance(value, types.FunctionType | type):
         try:
             return attrgetter(value.__qualname__)(sys.modules[value.__module__]) is not value
@@ -385,34 +395,40 @@ class _CannotCaptureError(Exception):
 
 
 def capture(
-    env: gymnasium.Env | VectorEnv, room: Iterator[int] | None = None, shared: Mapping[int, Any] | None = None
+    env: gymnasium.Env | VectorEnv, room: Iterator[int] | None = None, shared: Collection[int] = ()
 ) -> dict[str, Any] | None:
     """The attributes of an environment, its wrappers and everything inside as plain data; None if they hold anything else.
 
     Args:
         room: an item for each value that fits; several environments may share it.
-        shared: the ``shared_objects`` of these environments, which are left out; by default those inside a vector environment.
+        shared: ids of the ``shared_objects`` of these environments, which are left out.
     """
     budget = islice(range(_MOST_VALUES) if room is None else room, _MOST_VALUES)
-    shared = shared_objects(getattr(env, "envs", ())) if shared is None else shared
+    numbers = {one: number for number, one in enumerate(shared)}
     try:
-        captured: dict[str, Any] = _captured(env, _Seen({}, defaultdict(list), shared), budget)
-        return captured
+        captured: dict[str, Any] = _captured(env, _Seen({}, defaultdict(list), numbers), budget)
+        return captured | {"shared": len(numbers)}
     except _CannotCaptureError:
         return None
 
 
-def restore(env: gymnasium.Env | VectorEnv, state: Mapping[str, Any]) -> None:
+def restore(env: gymnasium.Env | VectorEnv, state: Mapping[str, Any], shared: Mapping[int, Any] | None = None) -> None:
     """Put an environment made the same way, and reset at least once, into a captured state.
+
+    Args:
+        shared: the ``shared_objects`` of these environments.
 
     Raises:
         EnvError: it is made of other objects than the captured one.
     """
     name = str(env)  # of all its wrappers, which a half restored one may lack
     try:
-        _restored(env, state, [])
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise EnvError(f"the captured state does not fit {name}: {error!r}; fix: make it the same way") from error
+        made = [*(shared or {}).values()]
+        if state["shared"] != len(made):
+            raise ValueError(f"environments share {len(made)} objects, and shared {state['shared']}")
+        _restored(env, state, made)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise EnvError(f"the captured state does not fit {name}: {error}; fix: make it the same way") from error
 
 
 class _Seen(NamedTuple):
@@ -423,12 +439,12 @@ class _Seen(NamedTuple):
     one object again when it is restored."""
     arrays: dict[int, list[np.ndarray]]
     """Arrays by the id of the one whose memory they are parts of."""
-    shared: Mapping[int, Any]
-    """Objects that are left out, by id."""
+    shared: Mapping[int, int]
+    """Numbers of the objects that are left out, by id; those of ``objects`` follow them."""
 
     def add(self, value: Any) -> None:
         """Give the object the next number."""
-        self.objects[id(value)] = len(self.objects), value
+        self.objects[id(value)] = len(self.shared) + len(self.objects), value
 
     def is_part(self, array: np.ndarray) -> bool:
         """Whether the array shares memory with another one; it is noted."""
@@ -443,8 +459,8 @@ class _Seen(NamedTuple):
 
 def _captured(value: Any, seen: _Seen, budget: Iterator[int]) -> Any:
     if id(value) in seen.shared:
-        return {"kind": "shared"}
-    is_number, cost = isinstance(value, np.generic), 1
+        return {"kind": "same", "number": seen.shared[id(value)]}
+    is_number, cost = isinstance(value, np.generic) and not isinstance(value, str), 1
     if is_number or type(value) is np.ndarray:
         if value.dtype.kind not in "biuf" or value.dtype.itemsize > 8 or not value.dtype.isnative:
             raise _CannotCaptureError
@@ -487,8 +503,8 @@ def _captured(value: Any, seen: _Seen, budget: Iterator[int]) -> Any:
     if kind_of(value) == MUJOCO_DATA:
         arrays = {name: array.copy() for name, array in _mujoco_arrays(value)}
         return {"kind": "mujoco", "time": value.time, "arrays": arrays}
-    if isinstance(value, types.MethodType):
-        return {"kind": "method", "name": value.__name__}
+    if isinstance(value, types.MethodType | types.FunctionType | type):
+        return {"kind": "code", "name": getattr(value, "__name__", "")}
     if isinstance(value, functools.partial) or (stays(value) and kind_of(value) != ALE):
         return {"kind": "stays"}
     raise _CannotCaptureError
@@ -508,11 +524,9 @@ def _restored(now: Any, saved: Any, made: list[Any]) -> Any:
     match saved["kind"]:
         case "stays":
             return now
-        case "shared" if now is None:
-            raise TypeError("the reset makes no such object")
-        case "method" if getattr(now, "__name__", None) != saved["name"]:
-            raise TypeError(f"the method {saved['name']!r:.80} took the place of another one")
-        case "shared" | "method":
+        case "code":
+            if getattr(now, "__name__", "") != saved["name"]:
+                raise TypeError(f"an attribute was {saved['name']!r:.80}, and is another function after a reset")
             return now
         case "same":
             return made[saved["number"]]

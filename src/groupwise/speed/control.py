@@ -318,7 +318,7 @@ class _Loss(nn.Module):
 
 def first_line(error: Exception) -> str:
     """The type of an error, and the first line of its text."""
-    return f"{type(error).__name__}: {error}".split("\n")[0][:300]
+    return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0][:300]
 
 
 def _resized(batch: Batch, rows: int) -> Batch:

@@ -564,10 +564,10 @@ class DataCollector(Collector):
         """Restore a saved ``state_dict``; other numbers of ranks may repeat the last items."""
         super().load_state_dict(state)
         self.position = state["position"] // self.world_size
-        if state["data_size"] != self.data_size:
+        if (before := state.get("data_size", self.data_size)) != self.data_size:
             log.warning(
-                "the data have %d rows that can be used, and had %d when the run was saved; what comes next is not what an "
-                "uninterrupted run would have taken", self.data_size, state["data_size"],
+                "the data now have %d usable rows, and had %d when the run was saved: the next prompts differ from those of an "
+                "uninterrupted run", self.data_size, before,
             )  # fmt: skip
 
 

@@ -279,7 +279,8 @@ class TextEpisode:
         return type(self.env).__name__
 
     def _check_flag(self, what: str, flag: object) -> None:
-        if not isinstance(flag, bool | np.bool_) and not (isinstance(flag, Real) and flag in (0, 1)):
+        flag = cast(Any, flag).item() if getattr(flag, "shape", None) == () else flag  # of NumPy or torch
+        if not (isinstance(flag, Real) and flag in (0, 1)):
             raise EnvError(f"{self._name}.step(): {what} = {flag!r:.80}; expected True or False; fix: bool(...)")
 
     def _number(self, method: str, reward: object) -> float:

@@ -77,8 +77,8 @@ def load_causal_lm(
         model = with_adapters(model, cfg.lora)
     for weight_name, weight in model.named_parameters():
         if weight.dtype in _FLOATS and not all_finite(weight.detach()):
-            place = path if "lora_" in weight_name else base
-            raise ConfigError(f"the weights of {place} are not finite: {weight_name}; fix: another copy of it")
+            place = path if base == path else f"{path} or of its base {base}"
+            raise ConfigError(f"the weights of {place} are not finite: {weight_name}; fix: another copy")
     policy = CausalLM(
         model.to(device),
         sampling,

@@ -351,7 +351,7 @@ def kept_steps(
     step, groups = at(batch["step"]), at(batch["group_id"]).tolist()
     starts = {number: collector.group_start(number) for number in set(groups)}
     told = [collector.conversation(int(place)) for place in row[begins]] if is_text else []  # by each member
-    prompts, said = (one.start for one in told), (json.dumps(one.messages, default=str) for one in told)
+    prompts, said = (one.start for one in told), (json.dumps(one.messages, default=str, skipkeys=True) for one in told)
     won = np.array([np.nan if one.success is None else one.success for one in told])
     tokens = at(batch["action"]).tolist() if is_text else []
     kinds = sorted(set(tokens))

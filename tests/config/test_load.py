@@ -241,8 +241,10 @@ WRONG_IN_RUN = [
 
 
 def test_a_setting_of_several_types_is_refused_in_one_line():
-    with pytest.raises(ConfigError, match="^PPOCfg: schedule.warmup = <built-in function len>: expected data") as refused:
-        gw.PPOCfg(schedule={"name": "linear", "warmup": len})
+    with pytest.raises(
+        ConfigError, match=r"^PPOCfg: schedule\.warmup = <built-in function len>: expected data"
+    ) as refused:
+        PPOCfg(schedule={"name": "linear", "warmup": len})
     assert str(refused.value).count("expected data") == 1
 
 

@@ -1,6 +1,7 @@
 """The vision-language-action policy: scores, updates, runs, models of the user's."""
 
 import json
+import shutil
 import sys
 from functools import partial
 
@@ -22,6 +23,7 @@ from groupwise.errors import ConfigError, DataError, MissingExtraError, Unsuppor
 from groupwise.training.checkpoint import load_checkpoint
 
 pytest.importorskip("transformers")
+from safetensors.torch import load_file, save_file
 from tiny_vlm import save_tiny_vlm
 
 from groupwise.embodied.vla import VLAPolicy
@@ -313,13 +315,30 @@ def test_settings_that_do_not_fit_are_refused(make, message, tmp_path):
 
 
 def test_weights_that_are_pickled_are_refused(folder, tmp_path):
-    from safetensors.torch import load_file
-
     for file in folder.iterdir():
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
     torch.save(load_file(folder / "model.safetensors"), tmp_path / "pytorch_model.bin")
     with pytest.raises(ConfigError, match=r"that transformers can load \(.*safetensors"):
+        from_folder(tmp_path)
+
+
+def test_weights_that_are_absent_or_not_finite_and_adapters_are_refused(folder, tmp_path):
+    weights = load_file(folder / "model.safetensors")
+    name = next(name for name in weights if "q_proj" in name)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    for changed, message in (
+        ({key: tensor for key, tensor in weights.items() if key != name}, "lack 1 of the model's"),
+        (weights | {name: torch.full_like(weights[name], torch.nan)}, "are not finite: .*q_proj"),
+    ):
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=f"the weights of {tmp_path} {message}"):
+            from_folder(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "elsewhere"}')
+    with pytest.raises(ConfigError, match="has adapters; fix: merge them"):
+        from_folder(tmp_path)
+    (tmp_path / "config.json").unlink()  # transformers takes a folder that has only adapters
+    with pytest.raises(ConfigError, match="has adapters; fix: merge them"):
         from_folder(tmp_path)
 
 

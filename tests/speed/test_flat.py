@@ -114,3 +114,16 @@ def test_the_state_fits_torchs_optimiser_and_back(first):
     fresh = build("ppo", fast=FLAT, **ADAM)
     fresh.load_state_dict(build("ppo", **ADAM).state_dict())  # before its first step torch's has none
     assert not any(value.any() for value in fresh.optimizer.state.values())
+
+
+def test_the_state_of_torchs_adam_may_lack_parameters_that_had_no_gradient():
+    parameters = [torch.nn.Parameter(torch.randn(size)) for size in (2, 3, 4)]
+    torchs = torch.optim.Adam(parameters, lr=0.1)
+    for parameter in (parameters[0], parameters[2]):
+        parameter.grad = torch.ones_like(parameter)
+    torchs.step()
+    flat = flat_adam(PPOCfg(optimizer={"name": "adam"}, learning_rate=0.1), parameters)
+    flat.load_state_dict(torchs.state_dict())
+    expected = torch.tensor([0.1] * 2 + [0.0] * 3 + [0.1] * 4)
+    torch.testing.assert_close(flat.state["exp_avg"], expected)
+    assert flat.state["step"] == 1

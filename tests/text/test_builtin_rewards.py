@@ -65,8 +65,38 @@ def test_a_numeric_answer_is_one_number_or_near(score):
     assert score("numeric", texts, columns={"answer": [4] * 10}, where="whole")[:3] == [1, 1, 0]
     texts = ["-198", "-202", "-197.9", "200"]  # one percent of -200 is 2
     assert score("numeric", texts, columns={"answer": ["-200"] * 4}, tolerance=0.01) == [1, 1, 0, 0]
-    with pytest.raises(RuntimeError, match="'many', no number"):
-        score("numeric", ["4"], columns={"answer": ["many"]})
+    assert score("numeric", ["4", "4"], columns={"answer": ["many", 4]}) == [None, 1]  # one wrong row ends no run
+
+
+RIGHT = [
+    *(
+        r"\boxed{\$18}",
+        r"\boxed{18\%}",
+        "<answer>$18$</answer>",
+        r"<answer>\boxed{18}</answer>",
+        "<answer>**18**</answer>",
+    ),
+    *(
+        r"<answer>\( 18 \)</answer>",
+        "it costs $18",
+        "x^2 = 18",
+        "18 / year",
+        "**18**",
+        r"so $\frac{1}{2}$ of 36 is 18.",
+    ),
+]
+WRONG = [r"it is $\frac{1}{18}$", r"x = 10^{18}", "10^18", "1 / 18", "1/18", "18^2", "18 / 5", "18.5", "a18", "-18"]
+
+
+def test_a_number_is_read_in_the_marks_of_latex_and_no_part_of_another_one(score):
+    assert score("numeric", RIGHT, columns={"answer": [18] * len(RIGHT)}) == [1] * len(RIGHT)
+    assert score("numeric", WRONG, columns={"answer": [18] * len(WRONG)}) == [0] * len(WRONG)
+    thousand = [r"\boxed{1{,}000}", r"\boxed{1,\!000}", "1,000"]
+    assert score("numeric", thousand, columns={"answer": [1000] * 3}) == [1] * 3
+
+
+def test_a_float_without_a_fraction_is_a_whole_number(score):
+    assert score("exact", ["5", "5.0", "5.5"], columns={"answer": [5.0, 5.0, 5.5]}) == [1, 0, 1]
 
 
 def test_mathematics(score):

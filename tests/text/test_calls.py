@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import groupwise as gw
 from groupwise.config.run import TextTaskCfg
-from groupwise.text.calls import PROBE, Call, describe, read_calls
+from groupwise.text.calls import PROBE, Call, CallForm, describe, read_calls
 from groupwise.text.task import Example, PromptEncoder
 from groupwise.text.tool_env import ToolEnv
 
@@ -23,6 +23,29 @@ PEAR = Call("look_up", {"word": "pear", "times": 2})
 @pytest.fixture(params=FAMILIES)
 def family(request):
     return FAMILIES[request.param]
+
+
+XML = CallForm("<function=", None, ("<parameter=", ">", "</parameter>"))
+NULLABLE = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+KINDS = {"text": {"type": "string"}, "note": NULLABLE, "count": {"type": "integer"}, "other": {}}
+SAY = {"type": "function", "function": {"name": "say", "parameters": {"type": "object", "properties": KINDS}}}
+
+
+@pytest.mark.parametrize("text", ["42", "true", "null", '{"a": 1}', '"quoted"', "\n  two\n\nlines\n", ""])
+def test_a_text_argument_without_quotes_stays_as_it_is_written(text):
+    written = f"<function=say>\n<parameter=text>\n{text}\n</parameter><parameter=note>null</parameter>"
+    written += "<parameter=count>\n3\n</parameter><parameter=other>[1]</parameter></function>"
+    arguments = {"text": text, "note": None, "count": 3, "other": [1]}
+    assert read_calls(XML.canonical(written, [SAY]))[1] == [Call("say", arguments)]
+
+
+def test_calls_that_would_end_a_server_or_the_run_are_told():
+    [found] = read_calls('<tool_call>{"name": "say", "arguments": {"text": "a\\ud800"}}</tool_call>')[1]
+    assert isinstance(found, str)
+    assert "surrogates" in found
+    python = CallForm("<|call|>", python=True)
+    [found] = read_calls(python.canonical(f"<|call|>[python(code={'-' * 6_000})]"))[1]
+    assert isinstance(found, str)
 
 
 @functools.cache

@@ -144,6 +144,9 @@ def test_bad_data_are_named(source, message):
         ("a.csv", b"prompt,answer\n1,2,3\n", r"a\.csv, near line 2: not as many fields as columns"),
         ("a.csv", b'prompt,answer\n"1"x,2\n', r"a\.csv, .*; fix: "),
         ("a.csv", b"prompt,answer\n", r"a\.csv has no examples"),
+        ("a.csv", b"prompt,answer,answer\n1,2,3\n", r"a\.csv, 'answer' comes twice"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"prompt": "b", "prompt": "c"}', r"a\.jsonl, line 2: 'prompt' comes twice"),
+        ("a.json", b'[{"prompt": "a", "x": {"y": 1, "y": 2}}]', r"a\.json, 'y' comes twice"),
         ("a.parquet", b"nothing", r"a\.parquet, .*; fix: write it again"),
         ("a.jsonl", b"\xff\xfe", r"a\.jsonl, 'utf-8' codec can't decode .*; fix: .*UTF-8"),
     ],
@@ -152,6 +155,11 @@ def test_bad_files_are_named_with_the_line(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=message):
         load_examples(tmp_path / name)
+
+
+def test_a_number_that_is_none_is_absent(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": NaN}\n{"prompt": "b", "answer": 5.0}\n')
+    assert [one.columns["answer"] for one in load_examples(tmp_path / "a.jsonl")] == [None, 5.0]
 
 
 def test_gym_data_are_always_the_same_and_both_parts_share_no_prompt():

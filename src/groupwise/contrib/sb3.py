@@ -738,7 +738,8 @@ class GRPO(OnPolicyAlgorithm):
         # episodes continue if every environment is where training left it
         goes_on = not reset_num_timesteps and groups is not None and self._last_obs is not None
         if goes_on and groups is not None:
-            goes_on = all(running == groups.running(i) for i, running in enumerate(self._queue(env, groups)))
+            goes_on = groups.group_size == self.group_size
+            goes_on &= all(running == groups.running(i) for i, running in enumerate(self._queue(env, groups)))
         if not goes_on:
             assert self._start_seed is not None
             if self.shared_starts == "verify" and self._verified is not env:

@@ -5,6 +5,7 @@ one forward pass, by a learned query each, and are drawn independently given the
 https://arxiv.org/abs/2502.19645). Nothing here is pretrained unless the model is the user's.
 """
 
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -13,6 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
+from groupwise.config.load import ADAPTER_CONFIG
 from groupwise.config.policy import LoRACfg, VLACfg
 from groupwise.data.rollout import Nested, TensorDict, TensorSpec
 from groupwise.data.spaces import space_kind, subspaces
@@ -96,21 +98,30 @@ class PretrainedModel(nn.Module):
     attention that it was trained with (causal, as a rule). Shorter instructions are padded on the left.
 
     Raises:
-        ConfigError: no such model, or no processor with it.
+        ConfigError: no such model, no processor with it, weights that are absent or not finite, or adapters in the folder.
     """
 
     def __init__(self, path: str, lora: LoRACfg | None, proprio: int) -> None:
         from transformers import AutoModelForImageTextToText, AutoProcessor
 
-        from groupwise.text.load import failures, find_model, in_short, with_adapters
+        from groupwise.text.load import (
+            failures,
+            find_model,
+            in_short,
+            refuse_absent,
+            refuse_nonfinite,
+            with_adapters,
+        )
         from groupwise.text.policy import silence_dropout
 
         super().__init__()
         where = find_model(path)
+        if (Path(where) / ADAPTER_CONFIG).is_file():  # transformers would load the base that they name, unchecked
+            raise ConfigError(f"{where} has adapters; fix: merge them, and save the whole model")
         try:
             self.processor: Any = AutoProcessor.from_pretrained(where, trust_remote_code=False)
-            model: Any = AutoModelForImageTextToText.from_pretrained(
-                where, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+            found: Any = AutoModelForImageTextToText.from_pretrained(
+                where, dtype=torch.float32, trust_remote_code=False, use_safetensors=True, output_loading_info=True
             )
         except torch.OutOfMemoryError:
             raise
@@ -119,6 +130,9 @@ class PretrainedModel(nn.Module):
                 f"{where} is no model for images and text that transformers can load ({in_short(error)}); fix: a folder with "
                 "config.json, weights and the processor of an AutoModelForImageTextToText"
             ) from None
+        model: Any = found[0]
+        refuse_absent(found[1], where)
+        refuse_nonfinite(model, where)
         silence_dropout(model)
         self.model: Any = model if lora is None else with_adapters(model, lora)
         self.has_adapters = lora is not None

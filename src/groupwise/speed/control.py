@@ -125,11 +125,14 @@ class FlatAdam:
         """Restore a saved ``state_dict``."""
         self.param_groups[0].update(state["param_groups"][0] | {"params": [self.vector]})
         for name, value in self.state.items():
-            saved = [one[name].to(value).flatten() for _, one in sorted(state["state"].items())]
+            value.zero_()
             if name == "step":
-                value.copy_(saved[0].sum() if saved else torch.zeros_like(value))
-            else:
-                value.copy_(torch.cat(saved) if saved else torch.zeros_like(value))
+                for one in state["state"].values():
+                    value.copy_(one[name])
+            else:  # torch's own Adam keeps nothing of parameters without a gradient
+                parts = torch.split(value, self.sizes)
+                for number, one in state["state"].items():
+                    parts[number].copy_(one[name].flatten())
 
 
 def flat_adam(

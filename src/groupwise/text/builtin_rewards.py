@@ -76,7 +76,11 @@ _TAG = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _NUMBER = r"[+-]?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)?(?:\.[0-9]+)?(?<=[0-9])(?:[eE][+-]?[0-9]{1,3})?"
 _SIGN = r"[+-](?=[$€£]\s*[0-9.])"  # before a currency
 _WHOLE_NUMBER = re.compile(rf"({_SIGN})?[$€£]?\s*({_NUMBER})(?:\s*/\s*({_NUMBER}))?\s*%?\.?")
-_NUMBER_INSIDE = re.compile(rf"(?<![\w.,/])(?:{_SIGN}[$€£]\s*)?(?:{_NUMBER})(?:/{_NUMBER})?(?![\w/]|[.,][0-9])")
+_NUMBER_INSIDE = re.compile(
+    rf"(?<![\w.,/^{{])(?<!/ )(?:{_SIGN}[$€£]\s*)?(?:{_NUMBER})(?:\s?/\s?{_NUMBER})?(?![\w/^]|[.,][0-9])"
+)
+"""A number that is no part of another, of a power or of a fraction in LaTeX."""
+_MARKUP = re.compile(r"^(?:\$|\*\*|\\\()\s*(.*?)\s*(?:\$|\*\*|\\\))$", re.DOTALL)
 _COMMAND, _WORD = re.compile(r"\\(?:text|mathrm)\b|\\[A-Za-z]+"), re.compile(r"[A-Za-z]{3}")
 _MINUS = str.maketrans("\u2212", "-")  # that of Unicode, which some models write
 _LONGEST_NUMBER = 100
@@ -133,7 +137,7 @@ class AnswerReward(RewardObject, ABC):
 
 @register_reward("exact")
 class ExactReward(AnswerReward):
-    """1 if the answer is the column's text, white space at the ends aside."""
+    """1 if the answer is the column's text, white space at the ends aside; a float without a fraction is a whole number."""
 
     def __init__(
         self, column: str = "answer", where: Where = "auto", case: Literal["matters", "ignored"] = "matters"
@@ -143,7 +147,9 @@ class ExactReward(AnswerReward):
 
     def _score(self, gold: object, completion: str) -> Score:
         answer = final_answer(completion, self._where)
-        return float(answer is not None and self._fold(answer) == self._fold(str(gold).strip()))
+        whole = isinstance(gold, float) and gold.is_integer()  # as tables with gaps have whole numbers
+        wanted = str(int(gold) if whole else gold).strip()  # type: ignore[call-overload]
+        return float(answer is not None and self._fold(answer) == self._fold(wanted))
 
 
 @register_reward("numeric")
@@ -162,7 +168,7 @@ class NumericReward(AnswerReward):
     def _score(self, gold: object, completion: str) -> Score:
         wanted = as_number(gold_answer(gold))
         if wanted is None:
-            raise ValueError(f"the column {self.columns[0]!r} has {gold!r}, no number; fix: the data, or exact")
+            return RewardError(f"the column {self.columns[0]!r} has {gold!r:.80}, no number; fix: the data, or exact")
         answer = final_answer(completion, self._where, otherwise=last_number)
         given = None if answer is None else as_number(answer)
         return float(given is not None and abs(given - wanted) <= self._tolerance * abs(wanted))
@@ -219,7 +225,8 @@ def final_answer(
     """The answer of the completion, for ``where="auto"`` without tag and box by ``otherwise``; None if it has none."""
     tagged = _TAG.findall(completion)
     if tagged and where in ("tag", "auto"):
-        return str(tagged[-1]).strip()
+        inside = _boxed(tagged[-1]) if where == "auto" else None
+        return str(tagged[-1]).strip() if inside is None else inside
     boxed = _boxed(completion) if where in ("boxed", "auto") else None
     if boxed is not None or where in ("tag", "boxed"):
         return boxed
@@ -238,8 +245,16 @@ def last_number(text: str) -> str | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    """The exact number that the whole text is, such as ``-5``, ``-$1,234.5``, ``18%``, ``1/3`` or ``2e-3``; None otherwise."""
-    found = _WHOLE_NUMBER.fullmatch(text.strip().translate(_MINUS))
+    """The exact number that the whole text is, such as ``-5``, ``-$1,234.5``, ``18%``, ``1/3`` or ``2e-3``; None otherwise.
+
+    LaTeX's marks around it and inside are left out, as in ``$1{,}000$``, and asterisks around it.
+    """
+    text = text.strip()
+    while (inside := _MARKUP.match(text)) is not None:
+        text = inside[1]
+    for mark, plain in (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\!", "")):
+        text = text.replace(mark, plain)
+    found = _WHOLE_NUMBER.fullmatch(text.translate(_MINUS))
     if found is None or len(text) > _LONGEST_NUMBER:
         return None
     over, under = (Fraction(part.replace(",", "")) for part in (found[2], found[3] or "1"))

@@ -48,6 +48,7 @@ def _read_call(text: str) -> Call | str:
         return f"the call has more than {_DEEPEST} levels"
     try:
         call = json.loads(text, parse_constant=_refuse)
+        json.dumps(call, ensure_ascii=False).encode()  # lone surrogates end a server's session
     except (ValueError, RecursionError) as error:
         return f"the call is no JSON: {error}"
     arguments = call.get("arguments", {}) if isinstance(call, Mapping) else None
@@ -82,25 +83,29 @@ class CallForm(NamedTuple):
     python: bool = False
     """Whether calls are Python's, in a list."""
 
-    def canonical(self, text: str) -> str:
-        """The text with calls as ``read_calls`` reads them; one that cannot be read stays as it is, between the same marks."""
+    def canonical(self, text: str, tools: Sequence[Schema] = ()) -> str:
+        """The text with calls as ``read_calls`` reads them; one that cannot be read stays as it is, between the same marks.
+
+        Args:
+            tools: say which arguments are texts, where the form writes these without quotes.
+        """
         if not self.start:
             text = text.strip()
-            return self._call(text) if text[:1] in ("{", "[") else text
+            return self._call(text, tools) if text[:1] in ("{", "[") else text
         if self.keys is None and self.start != _OPEN:  # tags around another form
             text = text.replace(_OPEN, "")
         plain, *calls = text.split(self.start)
-        return plain + "".join(map(self._call, calls))
+        return plain + "".join(self._call(call, tools) for call in calls)
 
-    def _call(self, text: str) -> str:
+    def _call(self, text: str, tools: Sequence[Schema]) -> str:
         # text after the call stays where _CLOSE ends it, which may stand in an argument or in that text, too
         cuts = [text.partition(_CLOSE), text.rpartition(_CLOSE)] if _CLOSE in text else [(text, "", "")]
         for written, _, after in cuts:
-            with suppress(AttributeError, LookupError, RecursionError, SyntaxError, TypeError, ValueError):
-                return "".join(map(str, self._calls(written))) + after
+            with suppress(AttributeError, LookupError, MemoryError, RecursionError, SyntaxError, TypeError, ValueError):
+                return "".join(map(str, self._calls(written, tools))) + after
         return f"{_OPEN}{written.strip()}{_CLOSE}{after}"
 
-    def _calls(self, text: str) -> list[Call]:
+    def _calls(self, text: str, tools: Sequence[Schema]) -> list[Call]:
         decode = json.JSONDecoder(parse_constant=_refuse).raw_decode
         if self.keys is not None:
             found, _ = decode(text.lstrip())
@@ -118,7 +123,11 @@ class CallForm(NamedTuple):
             return [Call(name[0], _mapping(decode(rest[rest.index("{") :])[0]))]
         before, between, after = map(re.escape, self.argument)
         pairs = re.findall(rf"{before}(.*?){between}(.*?){after}", rest, re.DOTALL)
-        return [Call(name[0], {key.strip(): _value(value.strip("\n")) for key, value in pairs})]
+        declared = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools}
+        kinds = declared.get(name[0], {}).get("properties", {})
+        # templates put at most one line break at each end
+        values = {key.strip(): value.removeprefix("\n").removesuffix("\n") for key, value in pairs}
+        return [Call(name[0], {key: _value(value, kinds.get(key, {})) for key, value in values.items()})]
 
 
 def _text(value: Any) -> str:
@@ -134,8 +143,11 @@ def _mapping(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-def _value(text: str) -> Any:
-    """The argument of a form whose texts have no quotes."""
+def _value(text: str, kind: Mapping[str, Any]) -> Any:
+    """The argument of a form whose texts have no quotes, by its JSON schema."""
+    types = {one.get("type") for one in (kind, *kind.get("anyOf", ()))} - {None}
+    if types == {"string"} or (types == {"string", "null"} and text != "null"):
+        return text
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

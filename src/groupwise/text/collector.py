@@ -338,7 +338,7 @@ class Dialogue:
         text = said["content"]
         if episode.tools:
             last = transcript.tokens[-transcript.turn.count(transcript.turns - 1) :]
-            text = self.encoder.read_turn(last, text)
+            text = self.encoder.read_turn(last, text, episode.tools)
             said["content"], calls = read_calls(text)
             called = [call.message() for call in calls if isinstance(call, Call)]
             said |= {"tool_calls": called} if called else {}

@@ -301,8 +301,7 @@ class TextEpisode:
             except (Exception, SystemExit) as error:
                 turn = f"\n  the turn: {args[0]!r:.80}" if args else ""
                 if isinstance(error, EnvTimeoutError):
-                    limit = f"env_timeout={self.seconds:g} seconds"
-                    raise EnvTimeoutError(f"{self._name}.{method}() took longer than {limit}{turn}") from None
+                    raise EnvTimeoutError(f"{self._name}.{method}() {error}{turn}") from None
                 if isinstance(error, GroupwiseError):
                     raise  # with its own fix
                 raise EnvError(
@@ -332,7 +331,7 @@ def _within(seconds: float, call: Callable[[], Made]) -> Made:
     """The result of a call, which is left to itself where it takes longer; then an ``EnvTimeoutError``."""
     done = _in_thread(call)
     if not wait([done], seconds).done:
-        raise EnvTimeoutError(f"took longer than {seconds:g} seconds")
+        raise EnvTimeoutError(f"took longer than env_timeout={seconds:g} seconds")
     return done.result()
 
 

@@ -4,7 +4,7 @@ import logging
 import math
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -75,10 +75,7 @@ def load_causal_lm(
         model = _with_saved_adapters(cfg, model, path)
     elif cfg.lora is not None:
         model = with_adapters(model, cfg.lora)
-    for weight_name, weight in model.named_parameters():
-        if weight.dtype in _FLOATS and not all_finite(weight.detach()):
-            place = path if base == path else f"{path} or of its base {base}"
-            raise ConfigError(f"the weights of {place} are not finite: {weight_name}; fix: another copy")
+    refuse_nonfinite(model, path if base == path else f"{path} or of its base {base}")
     policy = CausalLM(
         model.to(device),
         sampling,
@@ -305,6 +302,12 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
             f"{path} is no language model that transformers can load ({in_short(error)}); fix: a folder with config.json and "
             "weights (safetensors, no code of its own) of a model for causal language modelling"
         ) from None
+    refuse_absent(found, path)
+    return model
+
+
+def refuse_absent(found: Mapping[str, Any], path: str) -> None:
+    """Refuse a model some of whose weights its files lack, by what transformers tells of its loading."""
     # transformers would draw these at random; tied ones, and those that follow from others, are not among them
     if absent := {*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])}:
         first = textwrap.shorten(", ".join(sorted(absent)), 200, placeholder=" ...")
@@ -312,4 +315,10 @@ def _load_base(cfg: ModelCfg, path: str, device: torch.device) -> Any:
             f"the weights of {path} lack {len(absent)} of the model's, or have them in other shapes: {first}; fix: save the "
             "model again, with the config.json that belongs to it"
         )
-    return model
+
+
+def refuse_nonfinite(model: nn.Module, place: str) -> None:
+    """Refuse a model with a weight that is NaN or infinite."""
+    for name, weight in model.named_parameters():
+        if weight.dtype in _FLOATS and not all_finite(weight.detach()):
+            raise ConfigError(f"the weights of {place} are not finite: {name}; fix: another copy")

@@ -101,7 +101,7 @@ def load_examples(source: object, *, prompt_column: str | None = "prompt") -> li
             raise DataError(f"{where}, example {number}: got {row!r:.80}, no columns or text; fix: {{'prompt': ...}}")
     columns = list(dict.fromkeys(column for row in rows for column in row))
     if prompt_column is None:
-        return [Example("", {column: row.get(column) for column in columns}) for row in rows]
+        return [Example("", {column: _cell(row, column) for column in columns}) for row in rows]
     if prompt_column not in columns:
         there = ", ".join(sorted(map(repr, columns)))
         raise DataError(
@@ -110,7 +110,7 @@ def load_examples(source: object, *, prompt_column: str | None = "prompt") -> li
     examples = []
     for number, row in enumerate(rows):
         prompt = read_prompt(f"{where}, example {number}", row.get(prompt_column))
-        examples.append(Example(prompt, {column: row.get(column) for column in columns if column != prompt_column}))
+        examples.append(Example(prompt, {column: _cell(row, column) for column in columns if column != prompt_column}))
     if len({isinstance(example.prompt, str) for example in examples}) > 1:
         raise DataError(f"some prompts of {where} are texts and some are messages; fix: all of one kind")
     return examples
@@ -167,12 +167,13 @@ def _read_file(path: Path) -> Any:
         return read_table(path).to_pylist()
     text = path.read_bytes().decode("utf-8-sig")  # line ends inside quotes are part of the text
     if path.suffix.lower() == ".json":
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=_once)
     rows: list[Any] = []
     if path.suffix.lower() == ".csv":
         reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
         limit = csv.field_size_limit(len(text))  # the module's own is 131,072 characters
         try:
+            _once([(name, None) for name in reader.fieldnames or ()])
             for row in reader:
                 if None in row or None in row.values():
                     raise csv.Error("not as many fields as columns")
@@ -184,10 +185,26 @@ def _read_file(path: Path) -> Any:
         return rows
     for number, line in enumerate(text.split("\n"), 1):
         try:
-            rows += [json.loads(line)] if line.strip() else []
+            rows += [json.loads(line, object_pairs_hook=_once)] if line.strip() else []
         except json.JSONDecodeError as error:
             raise ValueError(f"line {number}: {error.msg}") from error
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
     return rows
+
+
+def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """The mapping of these pairs; a ``ValueError`` if a name comes twice, of which the last would win."""
+    names = [name for name, _ in pairs]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{twice[0]!r:.80} comes twice")
+    return dict(pairs)
+
+
+def _cell(row: Mapping[Any, Any], column: str) -> Any:
+    """The row's entry; None for NaN, by which tables mark one that is absent."""
+    value = row.get(column)
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _lists(value: object) -> Any:
@@ -340,12 +357,12 @@ class PromptEncoder:
 
         return call_form(render)
 
-    def read_turn(self, tokens: Sequence[int], text: str) -> str:
+    def read_turn(self, tokens: Sequence[int], text: str, tools: Sequence[Schema] = ()) -> str:
         """A turn with its calls as environments read them; ``text`` is the turn without special tokens."""
         if self.call_form is None:
             return text
         ends = [token for token in tokens[-1:] if not self.tokenizer.decode([token], skip_special_tokens=True)]
-        return self.call_form.canonical(self.tokenizer.decode(tokens[: len(tokens) - len(ends)]))
+        return self.call_form.canonical(self.tokenizer.decode(tokens[: len(tokens) - len(ends)]), tools)
 
     def select(self, examples: Sequence[Example], context: int | None = None) -> list[EncodedPrompt]:
         """The examples whose prompts are short enough, encoded; ``context`` is the room that the model leaves for a prompt.

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import validate_call
 
 from groupwise.errors import EnvError, require_extra
+from groupwise.text.envs import EnvTimeoutError
 from groupwise.text.rewards import in_loop
 from groupwise.text.tool_env import BoundTool, Tools
 
@@ -208,6 +209,10 @@ class _Session:
         except Exception as error:
             if isinstance(error, MCPError) and error.code not in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
                 return f"error: {error.message[:_LONGEST_OUTPUT]}"
+            if isinstance(error, TimeoutError) or getattr(error, "code", None) == REQUEST_TIMEOUT:
+                raise EnvTimeoutError(
+                    f"got no answer to {name} from the MCP server in {self._seconds:g} seconds"
+                ) from error
             raise EnvError(f"the MCP server did not answer {name}: {type(error).__name__}: {error}") from error
         text = "\n".join(part.text for part in result.content if part.type == "text")
         return f"{'error: ' * bool(result.is_error)}{text[:_LONGEST_OUTPUT]}"

@@ -47,6 +47,15 @@ def test_the_start_is_tried_out_once_for_each_environment(monkeypatch, choice, t
     assert len(tried) == 2 * trials
 
 
+def test_another_size_of_groups_takes_effect_when_training_goes_on(taken):
+    model = corridor(group_size=3).learn(60)
+    model.group_size = 2
+    model.learn(60, reset_num_timesteps=False)
+    last = taken[-1]
+    group, episode = last["group_id"][0, :-1], last["episode_id"][0, :-1]
+    assert {episode[group == number].unique().numel() for number in group.unique()} == {2}
+
+
 def test_only_whole_groups_are_trained_on_and_nothing_is_lost(taken):
     model = corridor(group_size=3).learn(200)
     steps = 0

@@ -76,11 +76,11 @@ def probability_of_improvement(*strata: Array) -> Array:
     """
     half = len(strata) // 2
     signs = []
-    for x, y in zip(strata[:half], strata[half:], strict=True):
-        of_each_run = (
-            np.sign(x[..., run, None] - y).sum(axis=-1) for run in range(x.shape[-1])
-        )  # all at once takes memory
-        signs.append(sum(of_each_run) / (x.shape[-1] * y.shape[-1]))
+    for x, y in zip(
+        strata[:half], strata[half:], strict=True
+    ):  # run by run, as all pairs of all resamples may take gigabytes
+        total = sum(np.sign(x[..., run, None] - y).sum(axis=-1) for run in range(x.shape[-1]))
+        signs.append(total / (x.shape[-1] * y.shape[-1]))
     return np.asarray((np.mean(signs, axis=0) + 1) / 2)
 
 

@@ -249,13 +249,14 @@ def as_number(text: str) -> Fraction | None:
 
     LaTeX's marks around it and inside are left out, as in ``$1{,}000$``, and asterisks around it.
     """
-    text = text.strip()
+    if len(text := text.strip()) > _LONGEST_NUMBER:
+        return None
     while (inside := _MARKUP.match(text)) is not None:
         text = inside[1]
     for mark, plain in (("\\$", "$"), ("\\%", "%"), ("{,}", ","), ("\\!", "")):
         text = text.replace(mark, plain)
     found = _WHOLE_NUMBER.fullmatch(text.translate(_MINUS))
-    if found is None or len(text) > _LONGEST_NUMBER:
+    if found is None:
         return None
     over, under = (Fraction(part.replace(",", "")) for part in (found[2], found[3] or "1"))
     return (-over if found[1] == "-" else over) / under if under else None

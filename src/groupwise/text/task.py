@@ -195,10 +195,12 @@ def _read_file(path: Path) -> Any:
 
 def _once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """The mapping of these pairs; a ``ValueError`` if a name comes twice, of which the last would win."""
-    names = [name for name, _ in pairs]
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{twice[0]!r:.80} comes twice")
-    return dict(pairs)
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{name!r:.80} comes twice")
+        found[name] = value
+    return found
 
 
 def _cell(row: Mapping[Any, Any], column: str) -> Any:

@@ -204,5 +204,5 @@ def test_what_it_cannot_do_is_refused(how, message):
     policy = gw.ActorCritic(env.observation_space, env.action_space, actor_only=how.pop("actor_only"))
     with pytest.raises(gw.errors.EnvError, match=message):
         TorchGroupCollector(env, policy, **how)
-    with pytest.raises(gw.errors.EnvError, match="needs TorchGroupCollector"):
+    with pytest.raises(gw.errors.EnvError, match="needs a TorchGroupCollector"):
         gw.GroupCollector(env, policy, group_size=4, collection=CollectionCfg(partial_groups="truncate"))

@@ -23,6 +23,7 @@ from groupwise.text import rewards, tool_env, tools
 from groupwise.text.calls import Call
 from groupwise.text.collector import Dialogue, Transcript, verified_envs, write
 from groupwise.text.envs import TextEnvs, TextEpisode, TextStartReport, check_text_env, check_text_starts, play_samples
+from groupwise.text.games import textarena
 from groupwise.text.generation import Completion
 from groupwise.text.load import load_causal_lm
 from groupwise.text.task import EncodedPrompt, PromptEncoder, Start
@@ -367,7 +368,7 @@ def test_public_games_take_no_tools(monkeypatch):
         def __init__(self, game):
             super().__init__()
 
-    monkeypatch.setattr(tool_env, "_game", lambda family: Game)
+    monkeypatch.setattr(textarena, "TextArena", Game)
     with pytest.raises(ConfigError, match=r"Game is a TextEnv, which has tools of its own; fix: leave tools out"):
         make_text_env(TextTaskCfg(env="textarena:2048-v0", tools=("<given in Python>",)), None, [add])()
 

@@ -232,8 +232,7 @@ def _load(trainer: Trainer, parts: Components, folder: RunFolder, engine: Engine
         folder.truncate_metrics(trainer.iteration)
         budget, saved = trainer.budget, folder.read_config()
         if saved.get(budget.name) != budget.total:
-            # what this call shows is not a setting of the run
-            settings = parts.cfg.model_dump(mode="json") | {"logging": saved.get("logging", {})}
+            settings = saved | dict.fromkeys(BUDGETS.keys() & saved.keys()) | {budget.name: budget.total}
             old = read_cfg(folder).budget
             early = ", before its end," if trainer.counts[old.unit] < old.total else ""
             noted = {"step": f"{trainer.env_steps:,}", "cut": early, "before": f"{old.name}={old.total}"}
@@ -607,13 +606,14 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
         raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir")
     if cfg.run_dir is not None and engine.rank == 0:
         RunFolder.check_free(cfg.run_dir)  # before the parts are built, which may take long
-    parts = build(with_absolute_paths(cfg.model_copy(update={"run_dir": None})), given, engine)
+    settings = with_absolute_paths(cfg.model_copy(update={"run_dir": None}))  # to save; build fills in others
+    parts = build(settings, given, engine)
     with closing_after(parts.close):
         folder = RunFolder(Path(cfg.run_dir or ""), here)
         if engine.rank == 0:
             name = f"{parts.identity.env_id}-{cfg.algorithm.name}-seed{cfg.seed}"
-            settings, objects = parts.cfg.model_dump(mode="json"), list(parts.given.as_arguments())
-            folder = RunFolder.create(settings, cfg.run_dir, name=name, here=here, given_in_python=objects)
+            tree, objects = settings.model_dump(mode="json"), list(parts.given.as_arguments())
+            folder = RunFolder.create(tree, cfg.run_dir, name=name, here=here, given_in_python=objects)
         with folder.locked(engine.rank):
             summary = run(parts, folder, callbacks, engine, resume=False)
     return Run(folder, parts.cfg, parts.algorithm, summary, given)
@@ -684,11 +684,11 @@ def evaluate(
     checkpoint: Literal["latest", "best"] = "latest",
     **given: Any,
 ) -> "EvaluationResult | TextEvaluation":
-    """Evaluate exactly ``episodes`` episodes in new environments, or held-out prompts.
+    """Evaluate exactly ``episodes`` episodes in new environments, or at most as many held-out prompts.
 
     Args:
         run: a run, or its folder.
-        episodes: episodes or prompts. None: 100 episodes, or all prompts.
+        episodes: episodes, or the most prompts. None: 100 episodes, or all prompts.
         completions_per_prompt: completions of each prompt, for pass@k (text only).
         deterministic: take the most likely action. None: yes, unless there are several completions per prompt.
         seed: of the episodes. None: derived from the run's seed, and not used in training.
@@ -728,7 +728,7 @@ def evaluate(
         changed = {"prompts": episodes, "completions_per_prompt": completions_per_prompt, "deterministic": greedy}
         asked = TextEvaluationCfg(**dict(run.cfg.evaluation) | changed)
         task, text = TextTask.from_cfg(run.cfg.task, run.given), run.cfg.model_copy(update={"evaluation": asked})
-        with closing(TextEvaluator(task, task.held_out(), text, run.policy, seed=seed)) as scores:
+        with closing(TextEvaluator(task, task.held_out(episodes or 0), text, run.policy, seed=seed)) as scores:
             return scores()
     assert isinstance(run.cfg, RunCfg)
     if completions_per_prompt != 1:

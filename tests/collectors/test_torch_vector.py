@@ -1,5 +1,7 @@
 """Windows that stay on the device are those of the reference collector, number for number."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,3 +69,26 @@ def test_another_device_is_refused():
     policy = gw.ActorCritic(env.observation_space, env.action_space).to("meta")
     with pytest.raises(gw.errors.EnvError, match="TorchCartPole is on cpu, and the policy on meta; fix: device='meta'"):
         TorchVectorCollector(env, policy)
+
+
+class Spoiled(TorchCartPole):
+    """Some episodes, as their starts say, have rewards that are no numbers."""
+
+    def transition(self, state, action, random):
+        after, reward, terminated = super().transition(state, action, random)
+        return after, torch.where(random.uniform() < 0.05, torch.nan, reward), terminated
+
+
+def test_a_reward_that_is_no_number_spoils_its_own_episode_only():
+    how = {"num_envs": 9, "num_steps": 40, "actor_only": False}
+    found = []
+    for in_torch in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(ENVS, "spoiled", partial(Spoiled, max_episode_steps=7))
+            collector, buffer = made("spoiled", in_torch=in_torch, **how)
+        for _ in range(3):  # some episodes go on in the next rollout
+            rollout = collector.collect(40, buffer.start_rollout())
+            found.append([episode[:2] for episode in collector.finished])
+    ends = rollout["terminated"] | rollout["truncated"]
+    assert found[:3] == found[3:]
+    assert 0 < len(found[2]) < ends.sum()

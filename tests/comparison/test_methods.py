@@ -43,6 +43,7 @@ def test_environments_and_tasks():
     assert "model.path" in method_of({"task": {"data": "x"}, "model": {"path": "m"}})
 
 
+FALLING = {"name": "linear", "start": 0.2, "end": 0.0}
 RATES = [{"learning_rate": rate} for rate in (0.12345678, 0.12345679)]
 GRID = [{"gamma": gamma, "learning_rate": rate} for gamma in (0.9, 1.0) for rate in (0.1, 0.2)]
 
@@ -56,8 +57,10 @@ GRID = [{"gamma": gamma, "learning_rate": rate} for gamma in (0.9, 1.0) for rate
         (GRID, [f"grpo learning_rate={rate}, gamma={gamma}" for gamma in ("0.9", "1") for rate in ("0.1", "0.2")]),
         ([{"gamma": one, "learning_rate": one} for one in (0.5, 0.25)], ["grpo learning_rate=0.5", "grpo learning_rate=0.25"]),
         (RATES, ["grpo learning_rate=0.12345678", "grpo learning_rate=0.12345679"]),
+        ([{"kl_coef": 0.1}, {"kl_coef": 0.1, "sync_ref_model": {"steps": 5}}], ["grpo sync_ref_model=none", "grpo sync_ref_model=set"]),
+        ([{"name": "ppo", "clip_range_vf": one} for one in (None, FALLING)], ["ppo clip_range_vf=none", "ppo clip_range_vf=linear"]),
     ],
-    ids=["algorithms", "one", "a setting", "several settings", "one of two is enough", "close numbers"],
+    ids=["algorithms", "one", "a setting", "several settings", "one of two is enough", "close numbers", "a group", "a schedule"],
 )  # fmt: skip
 def test_names_of_methods(algorithms, names):
     assert labels([method(algorithm) for algorithm in algorithms]) == names
@@ -75,3 +78,9 @@ def test_settings_that_only_one_algorithm_has_are_no_difference():
     assert not {"algorithm.group_size", "algorithm.gae_lambda"} & found.keys()
     assert differences({"a": method(), "b": method()}) == {}
     assert differing([{"a": None, "b": 1}, {"b": 1}]) == ["a"]
+
+
+def test_a_group_of_settings_that_one_method_lacks_is_a_difference():
+    with_group = method({"kl_coef": 0.1, "sync_ref_model": {"steps": 5}})
+    found = differences({"a": method({"kl_coef": 0.1}), "b": with_group})
+    assert found == {"algorithm.sync_ref_model": {"a": None, "b": "set"}}

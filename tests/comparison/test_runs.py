@@ -225,3 +225,14 @@ def test_weak_points_are_noted(runs):
     assert "forked, or continued with another budget: f/seed_0, f/seed_1; a part" in notes
     assert "evaluated differently: evaluation.episodes" in notes
     assert "an environment given in Python" in notes
+
+
+def test_settings_without_an_environment_are_damage(runs):
+    path = Path("g/seed_1/config.json")
+    tree = json.loads(path.read_text())
+    del tree["env"]["id"]
+    path.write_text(json.dumps(tree))
+    with pytest.raises(RunFolderError, match="holds no settings of a run"):
+        gw.compare(runs)
+    [found] = gw.compare(runs, finished_only=True).environments
+    assert found.methods[0].seeds == (0, 2)

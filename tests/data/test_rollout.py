@@ -16,8 +16,8 @@ from groupwise.errors import DataError, DivergedError
 OBS = {"image": TensorSpec((2, 2), torch.uint8), "inner": {"speed": TensorSpec((3,), torch.float32)}}
 
 
-def make_buffer(value=True):
-    return RolloutBuffer(2, 3, obs_spec=OBS, action_spec=TensorSpec((), torch.int64), value=value)
+def make_buffer(value=True, **settings):
+    return RolloutBuffer(2, 3, obs_spec=OBS, action_spec=TensorSpec((), torch.int64), value=value, **settings)
 
 
 def test_allocate_follows_a_nested_spec():
@@ -167,3 +167,13 @@ def test_finite_numbers_whose_sum_is_not_are_finite(dtype):
         large[3] = number
         assert not all_finite(large)
     assert not all_finite(torch.tensor([float("inf"), -float("inf")]))
+
+
+def test_normalisers_learn_nothing_from_the_zeros_of_a_dropped_group():
+    buffer = make_buffer(on_nonfinite="drop")
+    rollout = buffer.start_rollout()
+    rollout["valid"][:, :3] = rollout["loss_mask"][:, :3] = True
+    rollout["group_id"][:, :3] = torch.tensor([[0], [1]])
+    rollout["reward"][1, 2] = float("nan")
+    buffer.add(rollout)
+    assert rollout["loss_mask"].sum(dim=1).tolist() == rollout["valid"].sum(dim=1).tolist() == [3, 0]

@@ -292,3 +292,18 @@ def test_control_policies_train_on_decisions_of_several_steps(algorithm, several
     obs = np.array([1.0, 0.0, 0.0], np.float32)
     np.testing.assert_array_equal(again.policy.predict(obs), run.policy.predict(obs))
     assert run.policy.predict(obs).shape == ((5, 1) if several == "action_chunk" else (1,))
+
+
+def test_an_action_may_be_a_single_number():
+    class Scalar(Counting):
+        action_space = gym.spaces.Box(-1, 1, (), np.float32)
+
+    env = make_env(EnvCfg(action_chunk=3, num_envs=5, max_episode_steps=9), env=Scalar, grouped=True)
+    policy = ChunkActorCritic(env.observation_space, env.action_space, actor_only=True)
+    buffer = RolloutBuffer(
+        5, 9, obs_spec=env.obs_spec, action_spec=policy.action_spec, num_units=3, value=False, chunked=True
+    )
+    rollout = GroupCollector(env, policy, group_size=5).collect(9, buffer.start_rollout())
+    buffer.add(rollout)
+    assert rollout["action"].shape == (5, rollout.shape[1], 3)
+    env.close()

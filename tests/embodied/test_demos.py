@@ -292,3 +292,14 @@ def test_the_command_records_a_registered_expert(tmp_path, monkeypatch, capsys):
     )
     assert cli.main(["demos"]) == 2
     assert capsys.readouterr().err.endswith("an expert; fix: groupwise demos FetchPush-v4 (see --help)\n")
+
+
+def test_an_expert_of_the_user_s_stays_when_built_in_ones_register(monkeypatch):
+    monkeypatch.setitem(EXPERTS, "Toy", straight)
+
+    def maker(env, info):
+        raise AssertionError
+
+    maker.__module__ = "groupwise.embodied.toy"
+    register_expert("Toy")(maker)
+    assert EXPERTS["Toy"] is straight

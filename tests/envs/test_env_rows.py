@@ -3,9 +3,12 @@
 import gymnasium
 import numpy as np
 import pytest
+import torch
 from noisy_envs import Noisy, Remembers
 
-from groupwise.envs.gymnasium import RandomNoops
+from groupwise.config.run import EnvCfg
+from groupwise.envs.gymnasium import GymnasiumVectorEnv, RandomNoops
+from groupwise.envs.make import make_env
 from groupwise.envs.rows import LocalRows, RowCfg, layout_of
 
 methods = pytest.mark.parametrize("method", ["seed", "snapshot", "fresh"])
@@ -129,3 +132,47 @@ def test_what_was_observed_at_a_start_is_kept_from_an_environment_that_writes_in
     one, other = rows_of(method, Reuser)
     first, *_ = one.walk(3, 1)
     assert other.start(3, 1) == first
+
+
+class Strict(gymnasium.Env):
+    """Refuses actions that its space does not contain."""
+
+    observation_space = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+
+    def __init__(self, action_space):
+        self.action_space = action_space
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.left = 3
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action), (action, action.dtype)
+        self.left -= 1
+        return np.zeros(1, np.float32), 1.0, not self.left, False, {}
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        gymnasium.spaces.Discrete(3, dtype=np.int32),
+        gymnasium.spaces.MultiDiscrete([3, 2], dtype=np.int32),
+        gymnasium.spaces.Box(-1, 1, (2,), np.float16),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("given", ["single", "vector"])
+def test_actions_have_the_dtype_of_their_space(space, given):
+    if given == "single":
+        env = make_env(EnvCfg(num_envs=2), env=lambda: Strict(space), verify=False, grouped=True)
+    else:
+        several = gymnasium.vector.SyncVectorEnv([lambda: Strict(space)] * 2)
+        env = GymnasiumVectorEnv(several, env_id="Strict", max_episode_steps=None)
+    env.reset(seed=0)
+    shape = (2, *space.shape)
+    step = env.step(
+        torch.ones(shape) if isinstance(space, gymnasium.spaces.Box) else torch.ones(shape, dtype=torch.long)
+    )
+    assert step.reward.tolist() == [1, 1]
+    env.close()

@@ -212,3 +212,30 @@ class Bytes(Drift):
 def test_observations_are_not_changed_to_fit_the_space(algorithm, tmp_path):
     with pytest.raises(DataError, match=r"the observation of Bytes has dtype torch\.float32, expected torch\.uint8"):
         gw.train(Bytes, algorithm, num_envs=N, total_steps=64, run_dir=tmp_path / "run")
+
+
+class Named(Drift):
+    """Observes a plain dictionary, of numbers in double precision far from 0."""
+
+    def __init__(self, num_envs=N):
+        super().__init__(num_envs)
+        far = spaces.Box(-np.inf, np.inf, (), np.float64)
+        self.observation_space = spaces.Dict(place=spaces.Dict(x=far), wind=BOX)
+        self.obs_spec = obs_spec(self.observation_space)
+
+    def observe(self, state):
+        return {"place": {"x": 5e6 + state["x"].double()}, "wind": state["wind"], "more": state["x"]}
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [gw.PPOCfg(), gw.GRPOCfg(group_size=2), gw.GRPOCfg(group_size=2, collection={"partial_groups": "truncate"})],
+)
+def test_policies_act_on_the_numbers_of_the_rollout(algorithm, tmp_path):
+    obs = Named().reset(seed=0)
+    assert (obs["place", "x"].dtype, obs.batch_size) == (torch.float32, (N,))
+    assert "more" not in obs.keys()  # noqa: SIM118  of a TensorDict
+    options = {"num_envs": N, "total_steps": 400, "policy": {"normalize_obs": True}, "run_dir": tmp_path / "run"}
+    metrics = gw.train(Named, algorithm.model_copy(update={"num_steps": 16}), **options).metrics()
+    assert len(metrics) > 1
+    assert max(row["rollout/sampler_kl"] for row in metrics) < 1e-9

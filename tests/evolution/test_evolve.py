@@ -20,7 +20,7 @@ from small_populations import PPO, SMALL, TINY, check_same, evolve, in_this_proc
 import groupwise as gw
 from groupwise import cli
 from groupwise.config.evolution import LaunchCfg
-from groupwise.evolution.population import AddNoise, Member, Population, Round, answered, fitted
+from groupwise.evolution.population import AddNoise, Member, Population, Round, answered, fitted, possible
 from groupwise.plugins import pickled
 from groupwise.run import read_settings
 from groupwise.training.checkpoint import load_checkpoint
@@ -54,6 +54,22 @@ def test_a_search_leaves_runs_and_a_state(whole):
     assert run.summary["env_steps"] == 256
     assert gw.evaluate(run, 1).episodes == 1
     assert gw.compare(whole.path / "members", finished_only=True).environments[0].environment == "CartPole-v1"
+
+
+def test_values_that_are_not_possible_together_are_drawn_again(tmp_path):
+    """Of four combinations of these settings one is not possible."""
+    search = {
+        "algorithm.credit.returns": ["outcome", "return_to_go"],
+        "algorithm.credit.normalize": ["none", "episodes"],
+    }
+    grpo = {"name": "grpo", "num_steps": 16, "num_epochs": 1, "group_size": 2, "credit": {"baseline": "mean"}}
+    found = evolve(tmp_path / "p", algorithm=grpo, search=search, population=4, rounds=4, weight_noise=0.0)
+    pairs = {tuple(member.settings.values()) for member in found.members.values()}
+    assert len(pairs) == 3
+    assert ("return_to_go", "episodes") not in pairs
+    assert found.round == 4
+    with pytest.raises(gw.errors.ConfigError, match="is not possible: "):
+        possible(found.base, lambda: {"algorithm.learning_rate": -1.0})
 
 
 def test_members_differ_in_the_searched_settings_and_the_seed_only(whole):

@@ -235,3 +235,19 @@ def test_a_reward_beside_a_far_larger_one_is_found_but_none_that_is_learned(part
     found = on_groups(task, [{"reward/style_mean": 1.0, "reward/right_mean": 1.0}], reward_parts=parts)
     assert found.verdict == verdict
     assert ("style dominates, right hardly counts" in found.advice) == (verdict == "look")
+
+
+def test_a_run_shorter_than_its_first_episodes_has_no_trouble_with_their_ends():
+    short = Goal.from_config({"env": {"id": "Pendulum-v1", "num_envs": 4}})
+    assert short == Goal(None, 200, 800)
+    cut = {"rollout/episodes": lambda share: 0.0}
+    assert verdicts(examine(entries(10, **cut), goal=short))["Ends of episodes"] == "good"
+    long = cut | {"env_steps": lambda share: 801 * share}
+    assert verdicts(examine(entries(10, **long), goal=short))["Ends of episodes"] == "bad"
+    cut |= {"eval/cut_episodes": lambda share: 20.0}
+    assert verdicts(examine(entries(10, **cut), goal=short))["Ends of episodes"] == "bad"
+
+
+def test_one_iteration_does_not_say_whether_evaluations_need_random_actions():
+    higher = {"rollout/return_mean": lambda share: 25.0}
+    assert verdicts(examine(entries(2, **higher)[:1]))["Evaluation against training"] == "good"

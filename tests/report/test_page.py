@@ -405,18 +405,20 @@ def test_a_task_that_is_solved_or_not_yet_is_named_so(runs, tmp_path):
         Goal.from_config({"env": {"id": "CartPole-v1"}}),
         Goal.from_config({"env": {"id": "Pendulum-v1"}}),
     )
-    assert (cartpole, pendulum) == (Goal(475.0, 500), Goal(None, 200))
+    assert (cartpole, pendulum) == (Goal(475.0, 500, 500), Goal(None, 200, 200))
     assert Goal.from_config({"env": {"id": "groupwise_no_module:Any-v0"}}) == Goal()  # not imported
     # the threshold is that of the registered task alone
-    assert Goal.from_config({"env": {"id": "CartPole-v1", "max_episode_steps": 50}}) == Goal(None, 50)
+    assert Goal.from_config({"env": {"id": "CartPole-v1", "max_episode_steps": 50}}) == Goal(None, 50, 50)
     for several, limit in (
         ({"action_repeat": 3}, 167),
         ({"action_chunk": 4, "num_action_steps": 2}, 250),
         ({"action_repeat": "x"}, None),
     ):
-        assert Goal.from_config({"env": {"id": "CartPole-v1", **several}}) == Goal(475.0, limit)
-    assert Goal.from_config({"env": {"id": "CartPole-v1", "max_episode_steps": 500}}) == Goal(475.0, 500)
-    assert Goal.from_config({"env": {"id": "CartPole-v1", "kwargs": {"sutton_barto_reward": True}}}) == Goal(None, 500)
+        assert Goal.from_config({"env": {"id": "CartPole-v1", **several}}) == Goal(475.0, limit, limit and 500)
+    assert Goal.from_config({"env": {"id": "CartPole-v1", "max_episode_steps": 500}}) == Goal(475.0, 500, 500)
+    assert Goal.from_config({"env": {"id": "CartPole-v1", "kwargs": {"sutton_barto_reward": True}}}) == Goal(
+        None, 500, 500
+    )
     entries = evaluated(20, 480, training=(22.0, 470.0))
     solved = answer(entries, "return", "episodes", cartpole)
     assert solved.word == "Solved"

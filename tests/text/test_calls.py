@@ -260,3 +260,9 @@ def test_whatever_a_model_writes_is_read(value):
         for text in (json.dumps(value), f"{mark}{json.dumps(value)}", f"{mark}look_up{json.dumps(value)}"):
             if encoder.call_form is not None:
                 read_calls(encoder.call_form.canonical(text))
+
+
+def test_an_argument_may_have_the_text_that_ends_a_call():
+    call = Call("python", {"code": "print('</tool_call>')", "page": "</div>"})
+    assert read_calls(f"before {call} after") == ("before  after", [call])
+    assert "</div>" in str(call)

@@ -450,12 +450,17 @@ def test_an_index_of_weights_names_files_of_its_folder(folder, tmp_path, name):
         ),
         ({"peft_type": ["LORA"]}, r"have peft_type = \['LORA'\], .*; fix: LORA"),
         ({"r": "many"}, "cannot be loaded .* expected adapter_config.json .*; fix: save them again"),
+        ({"r": 2_000_000_000}, "rank 2,000,000,000, but no tensor has such a size; fix: the one that belongs"),
+        ({"rank_pattern": {"q_proj": 10**9}}, "rank 1,000,000,000, but no tensor has such a size"),
+        ({"target_modules": "(.*.*)*q_projX"}, "a pattern of layers: it takes more than 0.5 s of CPU time; fix: names"),
+        ({"alpha_pattern": {"(.*.*)*q_projX": 2}}, "a pattern of layers: it takes more than 0.5 s"),
+        ({"target_modules": "("}, "a pattern of layers: .*; fix: names of layers"),
     ],
     ids=str,
 )
 def test_adapters_are_weights_of_their_folder_alone(folder, tmp_path, monkeypatch, changes, message):
     path = hostile(folder(lora=LORA), tmp_path / "adapters", base_model_name_or_path=str(folder()), **changes)
-    if "r" not in changes:  # refused before peft reads anything
+    if changes.get("r") != "many":  # refused before peft reads anything
         monkeypatch.setattr(peft.PeftConfig, "from_pretrained", None)
     with pytest.raises(ConfigError, match=message):
         load(path)
@@ -497,3 +502,13 @@ def test_adapters_say_nothing_about_kernels_for_quantised_weights(caplog, monkey
     with_adapters(tiny_model(), LORA)
     assert set(caplog.messages) == {"another line"}
     assert log.filters == []
+
+
+def test_saved_adapters_stay_on_their_layers(folder):
+    path = folder("llama", LORA)
+    saved = json.loads((path / "adapter_config.json").read_text())["target_modules"]
+    assert load(path, lora={"r": 2, "targets": saved}).has_adapters
+    with pytest.raises(
+        ConfigError, match=r"are on \{.*\}; got lora.targets=\('up_proj',\); fix: lora=None, or the same"
+    ):
+        load(path, lora={"r": 2, "targets": ["up_proj"]})

@@ -12,7 +12,15 @@ import torch
 
 from groupwise.config.run import RewardCfg
 from groupwise.errors import ConfigError, DataError, RewardError
-from groupwise.text.rewards import REWARDS, RewardObject, RewardSet, TrainingState, make_reward, register_reward
+from groupwise.text.rewards import (
+    REWARDS,
+    RewardObject,
+    RewardSet,
+    TrainingState,
+    make_registered,
+    make_reward,
+    register_reward,
+)
 
 USER = {"role": "user", "content": "1+1="}
 
@@ -392,3 +400,19 @@ def test_a_registered_class_is_made_once_and_closed(monkeypatch):
     for kwargs, message in [({}, "missing a required argument: 'value'"), ({"value": "x"}, "value = 'x'")]:
         with pytest.raises(ConfigError, match=f"reward 'made': {message}"):
             make_reward(RewardCfg(name="made", kwargs=kwargs))
+
+
+def test_settings_are_as_files_have_them(tmp_path):
+    """There a tuple is a list."""
+    seen = []
+
+    def among(completions, words: tuple[str, ...] = (), low: float = 0.0, **columns):
+        seen.append((words, low))
+        return [float(text in words) for text in completions]
+
+    for words in (("a", "b"), ["a", "b"]):
+        reward = make_registered("reward", {"among": among}, "among", {"words": words, "low": -math.inf}, ["a"])
+        assert reward(["a"]) == [1.0]
+    assert seen == [(("a", "b"), -math.inf)] * 2
+    with pytest.raises(ConfigError, match=r"reward 'among': low = '3': .*; fix: its value"):
+        make_registered("reward", {"among": among}, "among", {"low": "3"}, ["a"])

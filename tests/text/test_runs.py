@@ -434,3 +434,47 @@ def test_a_model_may_have_more_rows_than_its_tokenizer_has_tokens(tmp_path):
     kept = read_groups(next(iter(kept_iterations(run.path / "groups").values())), "token")["token"]
     assert "" in kept
     assert set(kept) & set(DIGITS)
+
+
+def test_what_follows_from_other_settings_follows_from_those_of_a_fork(model, tmp_path):
+    rows = [row | {"answer": row["prompt"]} for row in numbers()[:68]]
+    task = gw.TextTask(rows[:60], reward=["exact", share_copied], reward_weights=[1.0, 2.0], eval_data=rows[60:])
+    algorithm = gw.GRPOCfg(group_size=4, credit={"reward": "parts"}, objective={"aggregation": "constant"})
+    run = train(task, model, tmp_path / "run", algorithm, sampling={"max_new_tokens": 3})
+    assert run.cfg.algorithm.objective.aggregation.max_length == 3
+    assert run.cfg.algorithm.credit.reward.weights == (1.0, 2.0)
+    saved = json.loads((run.path / "config.json").read_text())["algorithm"]
+    assert (saved["objective"]["aggregation"]["max_length"], saved["credit"]["reward"]["weights"]) == (None, [])
+    rewards = [{"name": "exact", "weight": 1.0}, {"name": "<given in Python>", "weight": 5.0}]
+    more, end = {"sampling": {"max_new_tokens": 6}, "task": {"rewards": rewards}}, run.summary["env_steps"]
+    path = gw.fork(run.path, tmp_path / "fork", total_steps=end + 20, **more)
+    given = {"reward": share_copied, "data": task.given["data"], "eval_data": task.given["eval_data"]}
+    forked = gw.resume(path, total_steps=end + 50, **given)
+    assert forked.cfg.algorithm.objective.aggregation.max_length == 6
+    assert forked.cfg.algorithm.credit.reward.weights == (1.0, 5.0)
+    again = json.loads((forked.path / "config.json").read_text())
+    assert again["algorithm"]["objective"]["aggregation"]["max_length"] is None
+    assert again["total_steps"] == end + 50
+
+
+def test_an_evaluation_takes_the_prompts_that_there_are_and_makes_episodes_by_seeds(model, tmp_path):
+    run = train(gw.TextTask(numbers()[:20], reward=share_copied, eval_data=numbers()[20:23]), model, tmp_path / "run")
+    assert [gw.evaluate(run, count).episodes for count in (2, 4)] == [2, 3]
+    run = train(gw.TextTask(env=Guess, data_size=8, eval_size=2, max_turns=2), model, tmp_path / "seeds")
+    assert gw.evaluate(run, 5).episodes == 5
+
+
+@pytest.mark.parametrize("prompts", [{"role": "user", "content": "1"}, 5, None])
+def test_what_is_no_prompt_is_refused(copied, prompts):
+    with pytest.raises(
+        gw.errors.DataError, match=r"expected a text, a list of messages, or a list of these; fix: \[message\]"
+    ):
+        copied.policy.predict(prompts)
+
+
+def test_a_model_given_with_adapters_needs_a_path(tmp_path):
+    for given in (tiny_model(), 3):
+        with pytest.raises(gw.errors.ConfigError, match=r"model.*fix: "):
+            gw.train(copying(), model=given, lora={"r": 2}, run_dir=tmp_path / "run")
+    with pytest.raises(gw.errors.ConfigError, match=r"many right answers.*; fix: a reward of your own"):
+        gw.TextTask("reasoning-gym:n_queens").rewards()

@@ -1160,3 +1160,29 @@ def test_turns_end_as_the_environment_of_their_member_has_it(model, tmp_path):
     sampling = gw.SamplingCfg(max_new_tokens=2, stop=("9",))
     write(members, generate, sampling, Dialogue(encoder, envs=TextEnvs(env_of(task), "seed")))
     assert sorted(seen) == [(2, ("9",)), (2, ("9", "1"))]
+
+
+def test_a_property_that_needs_a_reset_is_no_matter_for_tools():
+    class Board:
+        """As TRL has it."""
+
+        def __init__(self):
+            self._cells = None
+
+        @property
+        def cells(self):
+            return self._cells[0]
+
+        def reset(self, **row):
+            self._cells = [1]
+
+        def move(self, cell: int) -> str:
+            """Make a move.
+
+            Args:
+                cell: Its number.
+            """
+            return f"{self.cells} {cell}"
+
+    env = ToolEnv(Board())
+    assert [tool["function"]["name"] for tool in env.tools] == ["move"]

@@ -67,8 +67,10 @@ class Parser(ArgumentParser):
     def read(self, argv: Sequence[str]) -> Namespace:
         """The arguments; a ``ConfigError`` if there are others."""
         found, rest = self.parse_known_intermixed_args(argv)  # positionals may follow options
-        if flags := [word.partition("=")[0] for word in rest if word.startswith("-")]:
-            raise unknown_option(flags[0], self.flags, f"{self.prog} --help")
+        if flags := [word for word in rest if word.startswith("-")]:
+            if not flags[0].startswith("--"):
+                raise ConfigError(f"unexpected {flags[0]!r}; fix: put a text that begins with a minus after --")
+            raise unknown_option(flags[0].partition("=")[0], self.flags, f"{self.prog} --help")
         if rest:
             raise ConfigError(f"unexpected {rest[0]!r}; fix: see {self.prog} --help")
         return found

@@ -116,7 +116,7 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
       groupwise resume runs/<run> --from best --fork runs/<new> --algorithm.learning-rate 1e-4 --total-steps 200000
     """
     _add_output(parser)
-    if argv and (Path(argv[0]) / "population.json").is_file():
+    if any((Path(word) / "population.json").is_file() for word in argv):
         parser.add_argument("population", type=Path, help="folder of the population")
         own = _add_fields(parser, LaunchCfg)
         found = vars(parser.read(argv))
@@ -267,8 +267,8 @@ def parse_seeds(text: str) -> list[int]:
         last = last if dash else first
         if not first.isdecimal() or not last.isdecimal():
             raise ConfigError(f"--seeds {text}: expected numbers; fix: a range like 0-9 or a list like 0,3,5")
-        seeds.extend(range(int(first), int(last) + 1))
-    if not seeds or len(set(seeds)) < len(seeds):
+        seeds.extend(range(int(first), int(last) + 1) or (-1, -1))
+    if len(set(seeds)) < len(seeds):
         raise ConfigError(f"--seeds {text}: expected different seeds and increasing ranges; fix: 0-9 or 0,3,5")
     return seeds
 

@@ -120,9 +120,17 @@ class TorchCollector(EnvCollector):
         reward, terminated, truncated = (rollout[key][rows, :-1] for key in ("reward", "terminated", "truncated"))
         ended = terminated | truncated
         ended[:, -1] &= ~goes_on
-        total = reward.double().cumsum(dim=1)
         earlier = began == 0  # they may have begun in an earlier rollout
-        returns = total - (total - reward).gather(1, began) + torch.where(earlier, self._return[:, None], 0.0)
+
+        def since_began(each: Tensor) -> Tensor:
+            total = each.cumsum(dim=1)
+            return total - (total - each).gather(1, began)
+
+        finite = reward.isfinite()  # a number that is not spoils its own episode only
+        returns = since_began(torch.where(finite, reward, 0).double()) + torch.where(
+            earlier, self._return[:, None], 0.0
+        )
+        returns = torch.where(since_began((~finite).long()) > 0, torch.nan, returns)
         length = torch.arange(1, 1 + began.shape[1], device=began.device) - began
         length += torch.where(earlier, self._age[:, None], 0)
         self._return = torch.where(goes_on, returns[:, -1], 0.0)

@@ -20,7 +20,7 @@ Flat = dict[str, Any]
 
 _NO_METHOD = ("seed", "run_dir", "logging", "evaluation", "stop", *BUDGETS, "task")
 """Settings that do not make a method. ``stop`` has no effect on a run that used up its budget."""
-_ABSENT = object()
+_ABSENT = "-"
 _OF_ENVIRONMENT = ("id", "kwargs", "max_episode_steps")
 """Settings in ``env`` that do not make one either."""
 
@@ -46,11 +46,18 @@ def differing(methods: Sequence[Flat]) -> list[str]:
     return [name for name in names if _num_kinds(methods, [name]) > 1]
 
 
+def _at(method: Flat, name: str) -> Any:
+    """The setting, or the name of a group of settings ("set" if it has none); ``"-"`` if the method has neither."""
+    is_group = any(other.startswith(f"{name}.") for other in method)
+    return method.get(name, method.get(f"{name}.name", "set") if is_group else _ABSENT)
+
+
 def differences(methods: Mapping[str, Flat]) -> dict[str, dict[str, Any]]:
     """Setting -> method -> value, of settings that differ between the methods that have them."""
     found = {}
     for name in differing(list(methods.values())):
-        values = {method: settings[name] for method, settings in methods.items() if name in settings}
+        found_here = {method: _at(settings, name) for method, settings in methods.items()}
+        values = {method: value for method, value in found_here.items() if value is not _ABSENT}
         if len(set(map(repr, values.values()))) > 1:
             found[name] = values
     return found
@@ -65,7 +72,7 @@ def labels(methods: Sequence[Flat]) -> list[str]:
         names, chosen = differing(alike), list[str]()
         while _num_kinds(alike, chosen) < _num_kinds(alike, names):  # the most telling first
             chosen.append(max(names, key=lambda name: _num_kinds(alike, [*chosen, name])))
-        values = (f"{end}={setting(method.get(name))}" for name, end in _shortest(chosen).items())
+        values = (f"{end}={setting(_at(method, name))}" for name, end in _shortest(chosen).items())
         found.append(f"{algorithm} {', '.join(values)}".rstrip())
     return found
 
@@ -209,7 +216,7 @@ def _read_run(path: Path, name: str | None, metric: EvaluationMetric) -> _Run:
     folder = RunFolder.open(path)
     config, summary = folder.read_config(), folder.read_summary()
     if sum(isinstance(config.get(name), int | float) for name in BUDGETS) != 1 or not (
-        config.get("env") or config.get("task")
+        config.get("env", {}).get("id") or config.get("task")
     ):
         raise RunFolderError(f"{folder.config} holds no settings of a run; fix: give folders that training made")
     metrics, budget = folder.read_metrics(), _budget(config)

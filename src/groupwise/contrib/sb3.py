@@ -196,15 +196,22 @@ class SharedStart(gymnasium.Wrapper):
 
         Reset it afterwards.
         """
-        env = self.env
-        while isinstance(env, Monitor):  # the monitor must not log this episode
+        env, monitors = self.env, []
+        while isinstance(env, gymnasium.Wrapper):
+            if isinstance(env, Monitor):
+                monitors.append((env, {key: copy.copy(value) for key, value in vars(env).items() if key != "env"}))
+                env.results_writer = None  # a monitor must not log this episode
             env = env.env
-        moments: list[tuple[Any, ...]] = [(_bits(_start(env, start, None)[0]),)]
-        for action in actions:
-            obs, reward, terminated, truncated, _ = env.step(copy.deepcopy(action))
-            moments.append((_bits(obs), repr(float(reward)), bool(terminated), bool(truncated)))
-            if terminated or truncated:
-                break
+        try:
+            moments: list[tuple[Any, ...]] = [(_bits(_start(self.env, start, None)[0]),)]
+            for action in actions:
+                obs, reward, terminated, truncated, _ = self.env.step(copy.deepcopy(action))
+                moments.append((_bits(obs), repr(float(reward)), bool(terminated), bool(truncated)))
+                if terminated or truncated:
+                    break
+        finally:
+            for monitor, before in monitors:
+                vars(monitor).update(before)
         return moments
 
 
@@ -417,7 +424,7 @@ class ActorPolicy(BasePolicy):
         others: ``features_extractor_kwargs`` and ``normalize_images``.
 
     Raises:
-        ConfigError: ``net_arch`` describes more than the policy network.
+        ConfigError: ``net_arch`` describes more than the policy network, or ``squash_output`` is set.
         UnsupportedSpaceError: actions are neither Discrete, MultiDiscrete, MultiBinary nor a Box of floats.
     """
 
@@ -437,6 +444,8 @@ class ActorPolicy(BasePolicy):
         optimizer_kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> None:
+        if others.pop("squash_output", False):
+            raise ConfigError("squash_output=True: actions are clipped here, not squashed; fix: leave it out")
         features_extractor_class = features_extractor_class or self.default_extractor
         if optimizer_kwargs is None:
             optimizer_kwargs = {"eps": 1e-5, "fused": True} if optimizer_class is torch.optim.Adam else {}
@@ -738,7 +747,7 @@ class GRPO(OnPolicyAlgorithm):
         # episodes continue if every environment is where training left it
         goes_on = not reset_num_timesteps and groups is not None and self._last_obs is not None
         if goes_on and groups is not None:
-            goes_on = groups.group_size == self.group_size
+            goes_on = groups.group_size == self.group_size and (groups.starts == "own") == (self.shared_starts == "off")
             goes_on &= all(running == groups.running(i) for i, running in enumerate(self._queue(env, groups)))
         if not goes_on:
             assert self._start_seed is not None

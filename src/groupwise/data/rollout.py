@@ -192,8 +192,9 @@ class RolloutBuffer:
         if self.on_nonfinite == "drop":
             groups = rollout["group_id"]
             bad = groups[torch.stack([one.slots for one in found]).any(dim=0)].unique()
-            rollout["loss_mask"] &= ~torch.isin(groups, bad)
             done = f"{len(bad)} of {len(groups[rollout['valid']].unique())} groups are left out of the loss"
+            for mask in ("loss_mask", "valid"):  # nor do normalisers learn from the zeros
+                rollout[mask] &= ~torch.isin(groups, bad)
         for one in find_nonfinite(rollout, torch.ones_like(rollout["valid"])):
             one.tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         log.warning("%s; %s (on_nonfinite=%r)", where, done, self.on_nonfinite)

@@ -19,7 +19,8 @@ def register_expert(prefix: str) -> Callable[[ExpertMaker], ExpertMaker]:
     require_name("expert", prefix)
 
     def register(maker: ExpertMaker) -> ExpertMaker:
-        EXPERTS[prefix] = maker
+        if not (prefix in EXPERTS and maker.__module__.startswith("groupwise.")):  # that of a plugin comes first
+            EXPERTS[prefix] = maker
         return maker
 
     return register

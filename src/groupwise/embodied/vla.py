@@ -185,7 +185,8 @@ class ChunkActorCritic(ActorCritic):
     def __init__(self, observation_space: Any, action_space: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(observation_space, action_space, *args, **kwargs)
         self.num_units = len(action_space.low)
-        one = gymnasium.spaces.Box(action_space.low[0], action_space.high[0], dtype=action_space.dtype)
+        low, high, shape = action_space.low[0], action_space.high[0], action_space.shape[1:]
+        one = gymnasium.spaces.Box(low, high, shape, action_space.dtype)
         self.head = make_head(one, self.cfg)
 
     def unit_mask(self, batch: Batch) -> Bool[Tensor, "*batch unit"]:

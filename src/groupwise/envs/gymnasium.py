@@ -118,9 +118,7 @@ class GymnasiumVectorEnv(VectorEnv):
 
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row with environment actions [N, ...]."""
-        actions = action.cpu().numpy()
-        if subspaces(self.action_space) is not None:
-            actions = nested_action(self.action_space, actions)
+        actions = nested_action(self.action_space, action.cpu().numpy())
         obs, reward, terminated, truncated, info = self._env.step(actions)
         final_obs = None
         if self.autoreset == "same_step" and (terminated | truncated).any():

@@ -99,6 +99,8 @@ class LocalRows:
         reward, terminated, truncated = arrays["reward"], arrays["terminated"], arrays["truncated"]
         if self._has_nested_actions:
             actions = [nested_action(cfg.action_space, action) for action in actions]
+        else:
+            actions = np.asarray(actions, dtype=cfg.action_space.dtype)
         for row, action in zip(rows.tolist(), actions, strict=True):
             found: Any = None
             try:

@@ -232,7 +232,7 @@ class TorchGroupEnv(GroupEnv):
             raise EnvError(
                 f"observe of {self.env_id} returned {wrong}; fix: return what observation_space says, with a row for each environment"
             )
-        return obs
+        return _stored(self.obs_spec, obs, self.num_envs)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the rows, as tensors."""
@@ -309,6 +309,13 @@ def _misfit(spec: Spec, obs: Any, num_rows: int, name: str = "observations") -> 
         ):
             return wrong
     return None
+
+
+def _stored(spec: Spec, obs: Any, num_rows: int) -> Nested:
+    """The observations as a rollout stores them, so that the policy acts on the numbers that it is trained on."""
+    if isinstance(spec, TensorSpec):
+        return obs.to(spec.dtype) if obs.is_floating_point() and spec.dtype.is_floating_point else cast(Tensor, obs)
+    return TensorDict({key: _stored(child, obs[key], num_rows) for key, child in spec.items()}, batch_size=[num_rows])
 
 
 def _select(mask: Bool[Tensor, " row"], yes: Mapping[str, Tensor], no: Mapping[str, Tensor]) -> dict[str, Tensor]:

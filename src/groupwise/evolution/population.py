@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import partial
 from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -360,6 +361,18 @@ def with_settings(base: CommonCfg, settings: Mapping[str, Value], **fields: Any)
         raise ConfigError(f"search: {shown} is not possible: {'; '.join(explain(error.errors()))}") from error
 
 
+def possible(base: CommonCfg, draw: Callable[[], dict[str, Value]]) -> dict[str, Value]:
+    """The first draw whose values are possible together; a ``ConfigError`` if 100 are not."""
+    for _ in range(99):
+        values = draw()
+        with suppress(ConfigError):
+            with_settings(base, values)
+            return values
+    values = draw()
+    with_settings(base, values)
+    return values
+
+
 def setting_at(base: CommonCfg, path: str) -> Any:
     """The setting at a path; a ``ConfigError`` if there is none."""
     found: Any = base.model_dump(mode="json")
@@ -367,7 +380,8 @@ def setting_at(base: CommonCfg, path: str) -> Any:
         names = found if isinstance(found, dict) else {}
         if key not in names:
             last = OTHER_NAMES.get(path.rpartition(".")[2], path.rpartition(".")[2])
-            alike = [known for known in flat(base.model_dump(mode="json")) if known.rpartition(".")[2] == last]
+            own = ("clip_low", "clip_high") if last == "clip_coef" else (last,)  # one setting for both
+            alike = [known for known in flat(base.model_dump(mode="json")) if known.rpartition(".")[2] in own]
             known = [f"{path.rpartition('.')[0]}.{name}".lstrip(".") for name in names]
             hint = f"; {meant(alike[:3])}" if alike else nearest(path, known)
             raise ConfigError(f"search: there is no setting {path!r}{hint}")
@@ -669,12 +683,7 @@ def evolve_from_config(
     RunFolder.check_free(path)
     population = Population(path, cfg, base, hooked=on_mutation is not None)
     for place in range(cfg.population):
-        random = Random(_seed(base, "first", place))
-        values = {
-            name: fitted(base, name, space.draw(random) if isinstance(space, RangeCfg) else random.choice(space))
-            for name, space in cfg.search.items()
-        }
-        with_settings(base, values)  # possible together
+        values = possible(base, partial(_first, cfg, base, Random(_seed(base, "first", place))))
         population.members[f"r0-{place}"] = Member(name=f"r0-{place}", parent=None, born=0, settings=values)
     population.goes_on = list(population.members)
     path.mkdir(parents=True, exist_ok=True)
@@ -682,6 +691,14 @@ def evolve_from_config(
         files.remove(leftover)
     population.save()
     return go_on(population, given or UserObjects(), launch or LaunchCfg(), on_mutation, quiet)
+
+
+def _first(cfg: EvolutionCfg, base: CommonCfg, random: Random) -> dict[str, Value]:
+    """Values of a first member."""
+    return {
+        name: fitted(base, name, space.draw(random) if isinstance(space, RangeCfg) else random.choice(space))
+        for name, space in cfg.search.items()
+    }
 
 
 def go_on(
@@ -756,12 +773,16 @@ def _select(population: Population, active: list[Member], number: int, on_mutati
         member = active[index]
         if clone:
             name = f"r{number + 1}-{place}"
-            settings = cfg.mutation.mutate(member.settings, cfg.search, Random(_seed(base, "mutation", name)))
+            mutation = partial(cfg.mutation.mutate, member.settings, cfg.search, Random(_seed(base, "mutation", name)))
+            try:
+                settings = possible(base, mutation)
+            except ConfigError:
+                settings = dict(member.settings)
             if on_mutation is not None:
                 settings = dict(on_mutation(name, member.settings, settings) or settings)
                 if wrong := misfit(cfg.search, settings):
                     raise ConfigError(f"on_mutation gave {wrong}; expected a value of the search space")
-            with_settings(base, settings)  # possible together
+                with_settings(base, settings)  # possible together
             member = Member(name=name, parent=member.name, born=number + 1, settings=settings)
         population.members[member.name] = member
         population.goes_on.append(member.name)

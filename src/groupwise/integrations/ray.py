@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, chdir, contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from io import TextIOWrapper
@@ -26,6 +26,7 @@ from groupwise.report.folder import RunFolder
 from groupwise.run import Run, read_settings, reopen, resume, train_from_config
 from groupwise.system import NUM_CPUS
 from groupwise.training.build import UserObjects
+from groupwise.training.trainer import Callback, check_callbacks
 
 require_extra("ray", "ray")
 
@@ -70,13 +71,21 @@ def connected() -> Iterator[None]:
         ray.shutdown()
 
 
-def train_on_ray(env: Any, algorithm: Any = None, *, workers: Workers = WORKERS, **fields: Any) -> Run:
+def train_on_ray(
+    env: Any,
+    algorithm: Any = None,
+    *,
+    workers: Workers = WORKERS,
+    callbacks: Sequence[Callback] = (),
+    **fields: Any,
+) -> Run:
     """Train in several processes, as under ``torchrun``, each a worker of the Ray cluster.
 
     If a worker or a node is lost, all workers are started again and continue from the run's latest checkpoint.
 
     Args:
         env, algorithm, fields: as of ``gw.train``. ``run_dir`` is on a disk that all nodes share.
+        callbacks: as of ``gw.train``; each worker has a copy.
 
     Raises:
         ConfigError: a setting is impossible, or the cluster has no room.
@@ -86,40 +95,50 @@ def train_on_ray(env: Any, algorithm: Any = None, *, workers: Workers = WORKERS,
     in_env = {name: fields.pop(name, None) for name in ("num_envs", "max_episode_steps")}
     policy, preset = fields.pop("policy", None), fields.pop("preset", None)
     cfg, given = read_settings(env, algorithm, policy, preset, in_env, fields)
-    return train_from_config_on_ray(cfg, given, workers)
+    return train_from_config_on_ray(cfg, given, workers, callbacks)
 
 
-def train_from_config_on_ray(cfg: CommonCfg, given: UserObjects | None = None, workers: Workers = WORKERS) -> Run:
+def train_from_config_on_ray(
+    cfg: CommonCfg,
+    given: UserObjects | None = None,
+    workers: Workers = WORKERS,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
     """Train with the settings of ``cfg``; see ``train_on_ray``."""
     if cfg.run_dir is None:
         raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir, on a shared disk")
     path = Path(cfg.run_dir).absolute()
     RunFolder.check_free(path)
-    return _fit(path, cfg.model_copy(update={"run_dir": path}), given or UserObjects(), workers)
+    check_callbacks(callbacks)
+    return _fit(path, cfg.model_copy(update={"run_dir": path}), given or UserObjects(), workers, callbacks)
 
 
 def resume_on_ray(
     path: Path | str,
     workers: Workers = WORKERS,
     *,
+    callbacks: Sequence[Callback] = (),
     allow_programs: bool = False,
     **given: Any,
 ) -> Run:
     """Continue a run from its latest checkpoint in workers of the Ray cluster.
 
     Args:
+        callbacks: those that the run was trained with.
         allow_programs: as of ``gw.resume``.
         given: the Python objects that the run was trained with.
     """
     folder, objects, cfg = reopen(path, given, to_train=True, allow_programs=allow_programs)
-    return _fit(folder.path.absolute(), cfg, objects, workers)
+    check_callbacks(callbacks)
+    return _fit(folder.path.absolute(), cfg, objects, workers, callbacks)
 
 
-def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers) -> Run:
+def _fit(path: Path, cfg: CommonCfg, given: UserObjects, workers: Workers, callbacks: Sequence[Callback]) -> Run:
     if workers.gpus and cfg.device == "cpu":
         raise ConfigError(f"gpus = {workers.gpus} and device = 'cpu': they would be idle; fix: device='cuda'")
     backend = backend_of("cuda" if workers.gpus else "cpu", isinstance(cfg, TextRunCfg) and cfg.cpu_offload)
-    job = {"folder": os.getcwd(), "path": path, "payload": plugins.pickled((cfg, given)), "plugins": plugins.loaded()}
+    payload = plugins.pickled((cfg, given, callbacks))
+    job = {"folder": os.getcwd(), "path": path, "payload": payload, "plugins": plugins.loaded()}
     job["cpus"] = str(math.ceil(workers.cpus))
     each = {"CPU": workers.cpus} | ({"GPU": workers.gpus} if workers.gpus else {})
     # reports are of Ray; the run's own are in its folder
@@ -170,13 +189,14 @@ def _work(job: dict[str, Any]) -> bytes | None:
         os.chdir(job["folder"])  # for relative paths of data, models and plugins
         os.environ[NUM_CPUS] = job["cpus"]  # the number of processes for environments
         plugins.load([*map(Path, job["plugins"])])
-        cfg, given = cloudpickle.loads(job["payload"])
+        cfg, given, callbacks = cloudpickle.loads(job["payload"])
         begun = [RunFolder(job["path"]).config.exists()]
         dist.broadcast_object_list(begun)  # rank 0 may have made the folder before others look
         if begun[0]:
-            resume(job["path"], allow_programs=True, **given.as_arguments())  # those of the call on Ray
+            more = given.as_arguments()  # those of the call on Ray
+            resume(job["path"], callbacks=callbacks, allow_programs=True, **more)
         else:
-            train_from_config(cfg, given)
+            train_from_config(cfg, given, callbacks)
     except GroupwiseError as error:
         ended = bytes(cloudpickle.dumps(error))
         ray.get(job["errors"].add.remote(os.environ["RANK"], ended))

@@ -39,6 +39,8 @@ class Goal(NamedTuple):
     """``reward_threshold`` of its Gymnasium spec."""
     limit: int | None = None
     """Decisions of an episode, as ``eval/length_mean`` counts them."""
+    steps: int | None = None
+    """Environment steps until all rows have ended an episode, at the latest."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Goal":
@@ -48,10 +50,10 @@ class Goal(NamedTuple):
         env = config.get("env", {})
         spec = gymnasium.registry.get(str(env.get("id")))
         if spec is None:
-            return cls(None, _decisions(env.get("max_episode_steps"), env))
+            return cls(None, *_decisions(env.get("max_episode_steps"), env))
         limit = env.get("max_episode_steps") or spec.max_episode_steps
         is_registered = limit == spec.max_episode_steps and not env.get("kwargs")  # otherwise it is another task
-        return cls(spec.reward_threshold if is_registered else None, _decisions(limit, env))
+        return cls(spec.reward_threshold if is_registered else None, *_decisions(limit, env))
 
     def reached(self, metrics: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
         """Whether the last evaluation solves the task, and the rule that says so; without a rule, the text is empty."""
@@ -73,12 +75,17 @@ class Goal(NamedTuple):
         return False, ""
 
 
-def _decisions(limit: object, env: Mapping[str, Any]) -> int | None:
-    """Most decisions of an episode of ``limit`` environment steps."""
-    each = [env.get("num_action_steps") or env.get("action_chunk", 1), env.get("action_repeat", 1)]
+def _decisions(limit: object, env: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Most decisions of an episode of ``limit`` environment steps, and the steps of one episode in every row."""
+    each = [
+        env.get("num_action_steps") or env.get("action_chunk", 1),
+        env.get("action_repeat", 1),
+        env.get("num_envs", 1),
+    ]
     if not isinstance(limit, int) or not all(isinstance(number, int) and number > 0 for number in each):
-        return None
-    return -(-limit // math.prod(map(int, each)))
+        return None, None
+    *chunk, rows = map(int, each)
+    return -(-limit // math.prod(chunk)), limit * rows
 
 
 UNKNOWN = Goal()
@@ -116,6 +123,8 @@ class Metrics:
             {k: v for k, v in entry.items() if entry.get(STEPS) != 0 or k[:6] != "train/" or k == "train/grad_norm"}
             for entry in entries
         ]
+        self.is_short = goal.steps is not None and self["env_steps"].max <= goal.steps
+        """Whether training may have ended before the first episodes did."""
         returns = self[RETURN]
         self.span = returns.max - returns.min
         """Difference between the highest and the lowest return of training."""
@@ -208,7 +217,7 @@ RULES = (  # causes go before their consequences
     Rule("Ends of episodes", ("rollout/episodes",), "{v.sum:,.0f} episodes ended in training.", bad=lambda m, v: v.sum == 0, sick=(
         (lambda m, v: v.sum == 0 or m["eval/cut_episodes"].last > m["eval/episodes"].last / 2,
          "Episodes do not end, or evaluations cut them: set env.max_episode_steps, or end episodes in step()."),
-    )),
+    ), excuses=((lambda m, v: m.is_short and not m["eval/cut_episodes"].last > 0, "Training was shorter than an episode may be."),)),
     Rule("KL of an update", (KL, STEPS), "It moves the policy by {m.kl:.2g} nats.", bad=lambda m, v: m.kl > FAR, sick=(
         (lambda m, v: m.kl > 0.05, "Lower learning_rate, fewer num_epochs, or target_kl such as 0.02."),
         (lambda m, v: m.kl < 1e-5, "The policy hardly moves: a higher learning_rate."),
@@ -258,7 +267,7 @@ RULES = (  # causes go before their consequences
     )),
     Rule("Evaluation against training", (RETURN, SCORE),
          "Sampled in training {v.late:.4g}, last evaluation {m[eval/return_mean].last:.4g}.", draws=2, sick=(
-        (lambda m, v: v.late - m.interval[1] > 0.3 * m.span, "The policy may need random actions: evaluation.deterministic=false."),
+        (lambda m, v: v.late - m.interval[1] > 0.3 * m.span > 0, "The policy may need random actions: evaluation.deterministic=false."),
     )),
     Rule("Last against best", (SCORE, "eval/return_std", "eval/episodes"), "Last {v.last:.4g}, best {v.max:.4g}.", sick=(
         (_got_worse, "The policy got worse; the best one is in checkpoints/best. A lower learning_rate, or target_kl."),

@@ -284,6 +284,7 @@ class LanguageAgent:
             raise ConfigError("collection.dynamic_sampling needs a collector; fix: gw.train, or leave it out")
         aggregation = cfg.algorithm.objective.aggregation
         self._fills_length = isinstance(aggregation, FixedLengthCfg) and aggregation.max_length is None
+        self._saved_cfg = cfg
         self.cfg = filled_in(cfg, (1.0,))
         """The settings, as those of a run."""
         self.index = index
@@ -437,7 +438,7 @@ class LanguageAgent:
         Raises:
             RunFolderError: the folder is that of a training run, or has other files.
         """
-        folder, settings = RunFolder(Path(path)), self.cfg.model_dump(mode="json")
+        folder, settings = RunFolder(Path(path)), self._saved_cfg.model_dump(mode="json")
         if folder.metrics.exists():
             raise RunFolderError(f"{path} is the folder of a training run, which would be lost; fix: another folder")
         if folder.latest.is_dir():

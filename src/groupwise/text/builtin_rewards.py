@@ -48,10 +48,15 @@ REFUSED_TASKS = frozenset(
 _EXPRESSION = re.compile(r"(?!.*(\*\*|//))[0-9\s()+*/-]{1,200}", re.DOTALL)
 
 
-def is_right(task: str, given: str, answer: str | None, metadata: Mapping[str, Any]) -> bool:
-    """Whether the given answer solves the task of an example; a ``ConfigError`` if it is one of ``REFUSED_TASKS``."""
+def check_gym_task(task: str) -> None:
+    """Refuse one of ``REFUSED_TASKS`` by a ``ConfigError``."""
     if task in REFUSED_TASKS:
         raise ConfigError(f"{GYM}{task} has many right answers, of which the data have one; fix: a reward of your own")
+
+
+def is_right(task: str, given: str, answer: str | None, metadata: Mapping[str, Any]) -> bool:
+    """Whether the given answer solves the task of an example; a ``ConfigError`` if it is one of ``REFUSED_TASKS``."""
+    check_gym_task(task)
     if answer is not None and given == answer.strip():
         return True
     return task in COMPUTED_TASKS and computes(given, metadata["numbers"], metadata.get("target", 24))

@@ -26,7 +26,8 @@ class Call(NamedTuple):
         return {"type": "function", "function": {"name": self.name, "arguments": arguments}}
 
     def __str__(self) -> str:
-        return _OPEN + json.dumps({"name": self.name, "arguments": self.arguments}, ensure_ascii=False) + _CLOSE
+        text = json.dumps({"name": self.name, "arguments": self.arguments}, ensure_ascii=False)
+        return _OPEN + text.replace(_CLOSE, _CLOSE.replace("/", r"\/")) + _CLOSE  # which an argument may have
 
 
 _DEEPEST = 100

@@ -1,6 +1,6 @@
 """Evaluation of language models on held-out prompts, texts for prompts of the user's own, and episodes to look at."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -160,8 +160,12 @@ def is_single(prompts: object) -> bool:
     return isinstance(prompts, str) or (isinstance(prompts, Sequence) and any(isinstance(p, Mapping) for p in prompts))
 
 
-def read_prompts(prompts: str | Sequence[Any]) -> list[Prompt]:
+def read_prompts(prompts: object) -> list[Prompt]:
     """One prompt or several, checked; a ``DataError`` names the one that is neither a text nor messages."""
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise DataError(
+            f"prompts = {prompts!r:.80}: expected a text, a list of messages, or a list of these; fix: [message]"
+        )
     several = [prompts] if is_single(prompts) else prompts
     return [read_prompt(f"prompt {number}", prompt) for number, prompt in enumerate(several)]
 

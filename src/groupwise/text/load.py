@@ -2,10 +2,12 @@
 
 import logging
 import math
+import re
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain, product
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from groupwise.errors import ConfigError, require_extra
 from groupwise.text.policy import CausalLM
 
 _HUB_SECONDS = 10.0
+_SECONDS_OF_PATTERNS = 0.5
 MAX_INDEX = 64 * files.MIB
 """Bytes of the index of a model's files of weights."""
 _LAYERS = ("hidden_layers", "num_layers", "n_layer", "n_layers")
@@ -228,6 +231,7 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
             f"the adapters in {path} have peft_type = {kind!r:.100}, expected one that changes layers and reads no other folder; "
             "fix: LORA"
         )
+    _check_adapters(Path(path), settings, model)
     try:
         saved = PeftConfig.from_pretrained(path)
     except failures() as error:
@@ -239,6 +243,11 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
         if found != wanted:
             has, got = (", ".join(f"{name}={value}" for name, value in one.items()) for one in (found, wanted))
             raise ConfigError(f"the adapters in {path} have {has}; got {got}; fix: lora=None, or the same")
+        targets, where = cfg.lora.targets, saved.target_modules
+        if targets != "all-linear" and {*targets} != ({where} if isinstance(where, str) else {*where}):
+            raise ConfigError(
+                f"the adapters in {path} are on {where}; got lora.targets={targets}; fix: lora=None, or the same"
+            )
     with _quiet_peft():
         warnings.filterwarnings("error", "Found missing adapter keys")
         try:
@@ -250,6 +259,29 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
         except failures() as error:
             raise _damaged(path, error) from None
     return adapted
+
+
+def _check_adapters(folder: Path, settings: Mapping[str, Any], model: nn.Module) -> None:
+    """Refuse ranks that the weights do not have, which peft would make first, and patterns that take long, by a ``ConfigError``."""
+    where, dims = folder / ADAPTER_CONFIG, [0]
+    with suppress(OSError, SafetensorError), safe_open(folder / "adapter_model.safetensors", "pt") as file:
+        dims += [size for name in file.keys() for size in file.get_slice(name).get_shape()]  # noqa: SIM118
+    of_layers = [
+        table if isinstance(table := settings.get(f"{name}_pattern"), dict) else {} for name in ("rank", "alpha")
+    ]
+    for rank in (settings.get("r"), *of_layers[0].values()):
+        if isinstance(rank, int) and rank > max(dims):
+            raise ConfigError(
+                f"{where}: rank {rank:,}, but no tensor has such a size; fix: the one that belongs to these weights"
+            )
+    given = [settings.get(name) for name in ("target_modules", "exclude_modules")]
+    patterns = [*(one for one in given if isinstance(one, str)), *chain(*of_layers)]
+    try:
+        with files.limiting(_SECONDS_OF_PATTERNS):
+            for pattern, (name, _) in product(patterns, model.named_modules()):
+                re.fullmatch(pattern, name), re.match(rf"(.*\.)?({pattern})$", name)
+    except (TimeoutError, re.error, RecursionError) as error:
+        raise ConfigError(f"{where}: a pattern of layers: {error}; fix: names of layers") from None
 
 
 def _damaged(path: str, error: Exception) -> ConfigError:

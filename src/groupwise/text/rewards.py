@@ -11,6 +11,7 @@ import asyncio
 import copy
 import functools
 import inspect
+import json
 import logging
 import threading
 import time
@@ -69,11 +70,12 @@ def make_registered(
     for key in settings.keys() & hints.keys():
         with suppress(PydanticSchemaGenerationError):  # a type that only its owner can check
             try:
-                TypeAdapter(hints[key]).validate_python(settings[key], strict=True)
+                value = TypeAdapter(hints[key]).validate_json(json.dumps(settings[key]), strict=True)
             except ValidationError as error:
                 raise ConfigError(
                     f"{what}: {key} = {settings[key]!r}: {error.errors()[0]['msg']}; fix: its value"
                 ) from error
+            settings = {**settings, key: value}  # as files have it, where a tuple is a list
     return made(**settings) if is_class else partial(made, **settings)
 
 
@@ -501,8 +503,8 @@ def _blaming(name: str, completions: Sequence[Completion]) -> Iterator[None]:
 
 
 def _blame(name: str, error: Exception, completions: Sequence[Completion]) -> NoReturn:
-    """Raise the error with the function's name, unless its process did not start."""
-    if isinstance(error, StartError):
+    """Raise the error with the function's name, unless it is of a setting, or its process did not start."""
+    if isinstance(error, ConfigError):
         raise error
     raise RewardError(
         f"reward {name!r} raised {type(error).__name__}: {error}; fix: {_fix(error, completions)}"

@@ -26,6 +26,7 @@ from groupwise.config.policy import ModelCfg
 from groupwise.config.run import GYM, RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import ConfigError, DataError, UnknownNameError, nearest, require_extra
 from groupwise.seeding import derive_seed
+from groupwise.text.builtin_rewards import check_gym_task
 from groupwise.text.calls import PROBE, Call, CallForm, Schema, call_form, describe
 from groupwise.text.rewards import Message, Prompt, RewardSet, make_reward
 from groupwise.text.tools import encodable, make_tool
@@ -557,7 +558,7 @@ class TextTask:
         *,
         reward: object = None,
         eval_data: object = None,
-        reward_weights: Sequence[float] | None = None,
+        reward_weights: Iterable[float] | None = None,
         tool: "str | Callable[[str], str | None] | None" = None,
         tools: "Sequence[str | Callable[..., Any] | Tools]" = (),
         env: object = None,
@@ -581,9 +582,10 @@ class TextTask:
         names = [one if isinstance(one, RewardCfg | str) else GIVEN for one in rewards]
         cfgs = [RewardCfg(name=one) if isinstance(one, str) else one for one in names]
         if reward_weights is not None:
-            if len(reward_weights) != len(cfgs):
-                raise ConfigError(f"reward_weights = {list(reward_weights)} for {len(cfgs)} rewards; fix: one for each")
-            cfgs = [RewardCfg(**dict(cfg) | {"weight": w}) for cfg, w in zip(cfgs, reward_weights, strict=True)]
+            weights = [*reward_weights] if isinstance(reward_weights, Iterable) else [reward_weights]
+            if len(weights) != len(cfgs):
+                raise ConfigError(f"reward_weights = {weights} for {len(cfgs)} rewards; fix: one for each")
+            cfgs = [RewardCfg(**dict(cfg) | {"weight": w}) for cfg, w in zip(cfgs, weights, strict=True)]
         self.cfg = TextTaskCfg(
             data=str(data) if isinstance(data, str | Path) else GIVEN,
             eval_data=str(eval_data) if isinstance(eval_data, str | Path) else None if eval_data is None else GIVEN,
@@ -627,9 +629,13 @@ class TextTask:
             return train, held_out
         return without_overlap(train, held_out), held_out
 
-    def held_out(self) -> list[Example]:
-        """Examples that are held out, none without ``eval_data``, and episodes of an environment by other seeds; errors as ``load``."""
-        return [] if self.cfg.eval_data is None and not self.cfg.by_seeds else self._examples("eval_data")
+    def held_out(self, least: int = 0) -> list[Example]:
+        """Examples that are held out, none without ``eval_data``, and episodes of an environment by other seeds; errors as ``load``.
+
+        Args:
+            least: number of those that are made, by seeds or reasoning-gym.
+        """
+        return [] if self.cfg.eval_data is None and not self.cfg.by_seeds else self._examples("eval_data", least)
 
     def rewards(self, on_nonfinite: OnNonFinite = "stop") -> RewardSet:
         """The functions, ready to score; ``on_nonfinite`` as ``AlgorithmCfg.on_nonfinite``.
@@ -639,6 +645,7 @@ class TextTask:
         """
         cfgs = self.cfg.rewards
         if not cfgs and self.cfg.data.startswith(GYM):
+            check_gym_task(self.cfg.data.removeprefix(GYM))
             cfgs = (RewardCfg(name="reasoning_gym"),)
         functions = [one for one in _several(self.given["reward"]) if callable(one)]
         count = sum(cfg.name == GIVEN for cfg in cfgs)
@@ -658,9 +665,10 @@ class TextTask:
         env = self.given["env"]
         return inspect.isclass(env) and not hasattr(env, "step") and not hasattr(env, "get_reward")
 
-    def _examples(self, name: Literal["data", "eval_data"]) -> list[Example]:
+    def _examples(self, name: Literal["data", "eval_data"], least: int = 0) -> list[Example]:
         cfg, source = self.cfg, vars(self.cfg)[name]
         size, part = (cfg.data_size, "train") if name == "data" else (cfg.eval_size, "eval")
+        size = max(size, least)  # where they are made
         if cfg.by_seeds:
             examples = [Example("", {})] * size
         elif source.startswith(GYM):
@@ -740,6 +748,6 @@ def text_cfg(
         model = {"path": str(model)}
     elif isinstance(model, ModelCfg):
         model = model.model_dump(exclude_unset=True)
-    if lora is not None:
+    if lora is not None and isinstance(model, Mapping):
         model = {**model, "lora": lora}
     return config.resolve_text(algorithm, preset, task=task, model=model, **settings)

@@ -105,7 +105,9 @@ class ToolEnv(TextEnv):
         self._column, self._most_errors, self._most_calls = prompt_column, max_parse_errors, max_tool_calls
         self._on_error: Literal["tell", "raise"] = on_tool_error
         self._errors = self._calls = 0
-        methods = [] if made is None else [member for _, member in inspect.getmembers(made, inspect.ismethod)]
+        # a property may need a reset first
+        names = [name for name, _ in inspect.getmembers_static(made, callable)] if made is not None else []
+        methods = [one for one in (getattr(made, name) for name in names) if inspect.ismethod(one)]
         if made is not None and not callable(getattr(made, "reset", None)):
             raise ConfigError(
                 f"{type(made).__name__} has no method reset; fix: a gw.TextEnv, or reset(**row) as for TRL's environment_factory"

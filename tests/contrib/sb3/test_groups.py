@@ -47,6 +47,16 @@ def test_the_start_is_tried_out_once_for_each_environment(monkeypatch, choice, t
     assert len(tried) == 2 * trials
 
 
+def test_another_choice_of_starts_takes_effect_when_training_goes_on():
+    model = corridor(shared_starts="off").learn(60)
+    model.shared_starts = "verify"
+    model.learn(20, reset_num_timesteps=False)
+    assert (model.rollout_buffer.starts, model._verified) == ("shared", model.get_env())
+    model.shared_starts = "off"
+    model.learn(20, reset_num_timesteps=False)
+    assert model.rollout_buffer.starts == "own"
+
+
 def test_another_size_of_groups_takes_effect_when_training_goes_on(taken):
     model = corridor(group_size=3).learn(60)
     model.group_size = 2

@@ -108,6 +108,8 @@ def test_layers_of_a_critic_and_other_spaces_are_refused():
     for net_arch in ({"pi": [64], "vf": [64]}, {}):
         with pytest.raises(ConfigError, match=r"net_arch=.* without a critic"):
             make(net_arch=net_arch)
+    with pytest.raises(ConfigError, match="squash_output=True: actions are clipped here"):
+        make(squash_output=True)
     with pytest.raises(UnsupportedSpaceError, match="supported: Discrete"):
         ActorPolicy(VECTOR, spaces.Box(0, 9, (2,), np.int64), lambda _: 1e-3)
 

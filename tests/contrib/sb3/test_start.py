@@ -8,7 +8,7 @@ from gymnasium import spaces
 from stable_baselines3.common.env_checker import check_env
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.envs import BitFlippingEnv, FakeImageEnv, IdentityEnvBox, SimpleMultiObsEnv
-from stable_baselines3.common.monitor import Monitor
+from stable_baselines3.common.monitor import Monitor, load_results
 from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack, VecNormalize
 
 import groupwise as gw
@@ -240,3 +240,21 @@ def test_vectors_of_stable_baselines3_are_answered_by_our_settings():
             call()
     normalized = eval(str(caught.value).partition("policy=")[2])
     assert gw.RunCfg(policy=normalized).policy.normalize_obs
+
+
+def test_a_monitor_below_other_wrappers_does_not_log_the_trial(tmp_path):
+    wrapped = {"wrapper_class": gymnasium.wrappers.FlattenObservation, "monitor_dir": str(tmp_path)}
+    env = make_vec_env(OwnGenerator, n_envs=2, **wrapped)
+    insert_shared_start(env)
+    verify_shared_start(env, seed=1)
+    [monitor] = [one for one in chain_of(env.unwrapped.envs[0]) if isinstance(one, Monitor)]
+    assert (monitor.get_total_steps(), monitor.get_episode_rewards(), monitor.rewards) == (0, [], [])
+    assert monitor.results_writer is not None
+    assert len(load_results(tmp_path)) == 0
+    env.close()
+
+
+def chain_of(env):
+    while isinstance(env, gymnasium.Wrapper):
+        yield env
+        env = env.env

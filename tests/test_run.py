@@ -239,7 +239,7 @@ def test_longest_episode_is_filled_in_where_the_loss_needs_it():
     run = gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": cfg})
     assert run.cfg.algorithm.objective.aggregation.max_length == 500
     objective = json.loads((run.path / "config.json").read_text())["algorithm"]["objective"]
-    assert objective["aggregation"] == {"name": "constant", "max_length": 500}
+    assert objective["aggregation"] == {"name": "constant", "max_length": None}  # as given: it follows from others
     for horizon, longest in ((20, 20), (5_000, 500)):
         windowed = gw.GRPOCfg(num_steps=16, num_epochs=1, group_size=2, collection={"horizon": horizon}, **constant)
         run = gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": windowed})

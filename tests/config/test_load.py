@@ -390,3 +390,11 @@ def test_arguments_of_an_environment_survive_the_round_trip_or_are_refused(write
     }.items():
         with pytest.raises(ConfigError, match=message[1]):
             resolve("CartPole-v1", env={"kwargs": {value: message[0]}})
+
+
+def test_clip_coef_leaves_the_preset_s_objective_beside_an_object():
+    given = GRPOCfg(clip_coef=0.1, objective=ObjectiveCfg(old_log_prob="recomputed"))
+    assert given.objective.model_fields_set == {"old_log_prob", "trust_region"}
+    objective = resolve("CartPole-v1", given, preset="gspo").algorithm.objective
+    assert (objective.ratio, objective.aggregation.name) == ("sequence", "seq_mean_token_mean")
+    assert (objective.trust_region.clip_low, objective.old_log_prob) == (0.1, "recomputed")

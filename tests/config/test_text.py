@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from pydantic import ValidationError
 
 from groupwise.config import resolve, resolve_text
 from groupwise.config.algorithm import GRPOCfg
@@ -146,3 +147,14 @@ def test_the_default_rate_of_adapters_is_higher(model, rate, tmp_path, monkeypat
     for algorithm in ("grpo", "ppo"):
         assert resolve_text(algorithm, model=model).algorithm.learning_rate == rate
     assert resolve_text({"learning_rate": 1e-3}, model=model).algorithm.learning_rate == 1e-3
+
+
+def test_settings_without_a_preset_are_read_back():
+    cfg = TextRunCfg(
+        task={"data": "x.jsonl", "rewards": [{"name": "exact"}]}, model={"path": "m"}, algorithm={"group_size": 2}
+    )
+    assert TextRunCfg.model_validate_json(cfg.model_dump_json()) == cfg
+    with pytest.raises(
+        ValidationError, match=r"algorithm.gamma=0.9 has no effect with credit.returns='outcome'; fix: leave"
+    ):
+        TextRunCfg.model_validate(cfg.model_dump() | {"algorithm": {"name": "grpo", "gamma": 0.9}})

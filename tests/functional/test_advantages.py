@@ -6,10 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.functional.advantages import (
+    batch_scale,
     finished_count,
     group_relative,
     kl_shaping,
 )
+from groupwise.functional.reduce import local
 
 NAN = float("nan")
 SEEDS = st.integers(0, 2**31 - 1)
@@ -131,6 +133,12 @@ def test_batch_std_is_of_raw_scores_over_all_groups():
     score, key = torch.tensor([0.0, 2.0, 10.0, 12.0]), torch.tensor([0, 0, 1, 1])
     out = group_relative(score, key, 2, baseline="mean", scale="batch_std", eps=0.0)
     torch.testing.assert_close(out, torch.tensor([-1.0, 1.0, -1.0, 1.0]) / 5.8878405)
+
+
+def test_equal_scores_are_not_divided_by_0():
+    scores, mask, none = torch.full((3,), 2.0), torch.ones(3, dtype=torch.bool), torch.zeros(1)
+    assert batch_scale("batch_std", scores, mask, none, 0.0, local).item() == 1
+    assert batch_scale("batch_std", scores, mask, none, 1e-4, local).item() == pytest.approx(1e-4)
 
 
 def test_batch_std_counts_absorbed_members_where_somebody_lives():

@@ -87,6 +87,7 @@ def test_whiten_by_hand():
     torch.testing.assert_close(whiten(x, mask), torch.tensor([-0.755929, -0.377964, 0.0, 1.133893]))
     # eps joins the deviation: 2.6457513 + 0.3542487 = 3
     torch.testing.assert_close(whiten(x, mask, eps=0.3542487), torch.tensor([-2 / 3, -1 / 3, 0.0, 1.0]))
+    assert whiten(torch.full((3,), 7.0), torch.tensor([True, True, False]), eps=0.0).tolist() == [0.0] * 3
 
 
 def test_whiten_segments_by_hand():

@@ -1,5 +1,6 @@
 """A run that was killed and resumed equals one that never stopped, bit for bit, as does one with other processes."""
 
+import itertools
 import json
 import os
 import shutil
@@ -20,6 +21,7 @@ import groupwise as gw
 from groupwise.config.load import objective_preset
 from groupwise.report import folder as module
 from groupwise.report.folder import RunFolder
+from groupwise.training.build import EnvEvaluator
 from groupwise.training.checkpoint import load_checkpoint, serialize
 
 COMMON = {"evaluation": {"interval": 500, "episodes": 2}, "logging": {"progress": "none"}, "checkpoint_interval": 400}
@@ -92,6 +94,56 @@ def test_killed_and_resumed_equals_uninterrupted(uninterrupted, tmp_path):
     run = gw.resume(path)
     assert_same_run(uninterrupted.path, path)
     assert run.summary["env_steps"] == uninterrupted.summary["env_steps"]
+
+
+@pytest.mark.parametrize("which", [1, -1], ids=["in the middle", "of the last iteration"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_evaluation_that_did_not_end_is_made_up_for(uninterrupted, tmp_path, monkeypatch, which, error):
+    evaluations = [entry["iteration"] for entry in logged(uninterrupted.path) if "eval/return_mean" in entry]
+    evaluate, count = EnvEvaluator.__call__, itertools.count()
+
+    def breaks(self):
+        if next(count) == which % len(evaluations):
+            raise error
+        return evaluate(self)
+
+    path = tmp_path / "run"
+    cfg = uninterrupted.cfg.model_copy(update={"run_dir": path})
+    with monkeypatch.context() as patch:
+        patch.setattr(EnvEvaluator, "__call__", breaks)
+        with pytest.raises(error):
+            gw.train(cfg)
+    assert logged(path)[-1]["iteration"] == evaluations[which]
+    assert "eval/return_mean" not in logged(path)[-1]
+    run = gw.resume(path)
+    assert_same_run(uninterrupted.path, path)
+    assert run.summary["return_mean"] == uninterrupted.summary["return_mean"]
+    monkeypatch.setattr(EnvEvaluator, "__call__", None)  # once is enough
+    gw.resume(path)
+
+
+class StopEarly(gw.Callback):
+    """The user's, of the name of one of groupwise's."""
+
+    count = 0
+
+    def on_iteration_end(self, trainer, rollout, metrics):
+        self.count += 1
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_names_of_the_user_s_callbacks_are_free(tmp_path):
+    own, again = StopEarly(), StopEarly()
+    cfg = settings("ppo", tmp_path / "run").model_copy(update={"stop": gw.config.StopCfg(threshold=5.0)})
+    run = gw.train(cfg, callbacks=[own])
+    assert run.summary["stopped"].startswith("score: ")
+    run = gw.resume(run.path, total_steps=3200, callbacks=[again])
+    assert again.count == run.summary["iterations"] > own.count
 
 
 def test_interrupted_and_resumed_equals_uninterrupted(uninterrupted, tmp_path):

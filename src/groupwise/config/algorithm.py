@@ -446,7 +446,8 @@ class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
         coef = info.data.get("clip_coef")
         if coef is None or not isinstance(objective, dict | ObjectiveCfg):
             return objective
-        values = dict(objective)
+        set_by_user = objective if isinstance(objective, dict) else objective.model_fields_set
+        values = {name: value for name, value in dict(objective).items() if name in set_by_user}
         region: TrustRegionCfg = TrustRegionCfg.model_validate(values.get("trust_region", {}))
         if missing := {"clip_low", "clip_high"} - type(region).model_fields.keys():
             name = " and ".join(sorted(missing))

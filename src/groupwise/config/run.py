@@ -691,7 +691,7 @@ class TextRunCfg(CommonCfg):
         unread |= {f"collection.{name}": value for name, value in collection.changed(*names).items()}
         unread |= {"credit.reward.names": grpo.reward_parts} if grpo.reward_parts else {}
         unread_gamma = type(algorithm) is GRPOCfg and not credit.discounts  # a user's own algorithm may discount
-        if unread_gamma and algorithm.gamma != 1 and "gamma" in algorithm.model_fields_set:
+        if unread_gamma and algorithm.gamma != 1 and algorithm.changed("gamma"):
             raise ValueError(
                 f"algorithm.gamma={algorithm.gamma:g} has no effect with credit.returns={credit.returns!r}; fix: leave it out"
             )

@@ -80,7 +80,8 @@ def whiten(
     """
     centred, count = _centre(x.double(), mask, all_sum)  # squares of large elements would overflow
     variance = all_sum(centred.square().sum()) / (count - 1).clamp(min=1)
-    return (centred / (variance.sqrt() + eps)).to(x.dtype)
+    scale = variance.sqrt() + eps
+    return (centred / scale.masked_fill(scale == 0, 1)).to(x.dtype)
 
 
 def whiten_segments(

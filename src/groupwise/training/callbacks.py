@@ -88,8 +88,8 @@ class SaveCheckpoints(Callback):
         """The checkpoint that is being written, with its iteration and environment steps."""
 
     def on_training_start(self, trainer: Trainer) -> None:
-        """Start from the checkpoint of a resumed run."""
-        self.saved_at = trainer.iteration
+        """Start from the checkpoint of a resumed run, which lacks an evaluation that was made up for since."""
+        self.saved_at = 0 if trainer.metrics else trainer.iteration
         self._thread.submit(int)  # the thread starts now: when memory is short, it could not
 
     def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
@@ -192,9 +192,15 @@ class MetricsLog(Callback):
         """Lines that the disk refused."""
 
     def on_training_start(self, trainer: Trainer) -> None:
-        """Continue after the iterations of a resumed run."""
-        self._logged = trainer.iteration
-        missing = trainer.iteration - len(RunFolder(self.path.parent).read_metrics())
+        """Continue after the iterations of a resumed run. Metrics that there are belong to the last one."""
+        self._logged, folder = trainer.iteration, RunFolder(self.path.parent)
+        logged = folder.read_metrics()
+        if trainer.metrics and logged and logged[-1]["iteration"] == trainer.iteration:
+            folder.truncate_metrics(trainer.iteration - 1)
+            trainer.metrics = logged[-1] | trainer.metrics
+            self._logged -= 1
+            self.on_training_end(trainer)
+        missing = trainer.iteration - len(logged)
         if missing > 0:
             log.warning("%s lacks %d of %d iterations: it was cut or changed", self.path, missing, trainer.iteration)
 
@@ -458,11 +464,28 @@ class Evaluate(Callback):
         self.identity = identity
         self.metric = metric
         self.best_score: float | None = None
+        self._seen_at = 0
+        """The last iteration that was evaluated, or was not to be."""
+        self._is_due = False
+        """Whether the evaluation of the last iteration was interrupted or failed."""
+
+    def on_training_start(self, trainer: Trainer) -> None:
+        """Make up for an evaluation that was interrupted or failed; its metrics are of the last iteration."""
+        if self._is_due:
+            self._is_due = False
+            self._evaluate(trainer, trainer.metrics)
+        self._seen_at = trainer.iteration
 
     def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Evaluate when it is time."""
         if trainer.passed(self.interval) or trainer.is_done():
             self._evaluate(trainer, metrics)
+        self._seen_at = trainer.iteration
+
+    def on_interrupt(self, trainer: Trainer) -> None:
+        """Note an evaluation that is missing."""
+        is_last = trainer.done >= trainer.budget.total
+        self._is_due = trainer.iteration != self._seen_at and (is_last or trainer.passed(self.interval))
 
     def _evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Add ``eval/*`` to the metrics, and save the policy if it is the best one so far."""
@@ -487,12 +510,12 @@ class Evaluate(Callback):
             callback.on_evaluation_end(trainer, result)
 
     def state_dict(self) -> dict[str, Any]:
-        """The best score so far."""
-        return {"best_score": self.best_score}
+        """The best score so far, and whether an evaluation is missing."""
+        return {"best_score": self.best_score, "is_due": self._is_due}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the best score, if its checkpoint is there: a fork may lack it."""
-        best = state["best_score"]
+        """Restore a saved ``state_dict``; the best score, if its checkpoint is there: a fork may lack it."""
+        best, self._is_due = state["best_score"], bool(state.get("is_due", False))
         self.best_score = float(best) if best is not None and has_checkpoint(self.best) else None
 
 

@@ -516,7 +516,7 @@ _FIXED = (
 """Settings that the content of a checkpoint depends on."""
 _NOT_OF_EPISODES = ("env.timeout", "env.log_info")
 """Settings of environments with which running episodes go on."""
-_SCORING = ("env.", "evaluation.", "task.", "sampling.", "algorithm.collection.horizon")
+_SCORING = ("seed", "env.", "evaluation.", "task.", "sampling.", "algorithm.collection.horizon")
 _NOT_SCORING = (
     *(f"evaluation.{name}" for name in ("interval", "episodes", "prompts", "video_interval", "num_logged_groups")),
     *(f"env.{name}" for name in ("vectorization", "start_mode", "num_random_noops")),

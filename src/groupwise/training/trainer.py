@@ -353,10 +353,10 @@ class Trainer:
         self.env_steps, self.epochs = counters["env_steps"], counters.get("epochs", 0.0)
 
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
-        """Callbacks by class name, numbered where a class comes twice."""
+        """Callbacks by class name, numbered where a name comes twice; those of a run keep theirs."""
         seen: Counter[str] = Counter()
         named = []
-        for callback in self.callbacks:
+        for callback in sorted(self.callbacks, key=lambda one: not type(one).__module__.startswith("groupwise.")):
             seen[name := type(callback).__name__] += 1
             named.append((f"{name}-{seen[name]}" if seen[name] > 1 else name, callback))
         return named

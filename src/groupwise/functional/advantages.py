@@ -202,8 +202,8 @@ def batch_scale(
             total, count = all_sum(torch.stack([score.masked_fill(~mask, 0).sum(), mask.sum() + zeros.sum()])).unbind()
             mean = total / count.clamp(min=1)
             square = (score - mean).masked_fill(~mask, 0).square().sum() + zeros.sum() * mean.square()
-            divisor = (all_sum(square) / (count - 1).clamp(min=1)).sqrt() + eps
-            return divisor.masked_fill(divisor == 0, 1)
+            deviation = (all_sum(square) / (count - 1).clamp(min=1)).sqrt()
+            return deviation + eps + (deviation + eps == 0)  # 1 in place of 0
         case "nonzero_share":
             counts = torch.stack([((score != 0) & mask).sum().to(score), mask.sum() + zeros.sum()])
             nonzero, count = all_sum(counts).unbind()

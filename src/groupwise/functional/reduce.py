@@ -80,8 +80,7 @@ def whiten(
     """
     centred, count = _centre(x.double(), mask, all_sum)  # squares of large elements would overflow
     variance = all_sum(centred.square().sum()) / (count - 1).clamp(min=1)
-    scale = variance.sqrt() + eps
-    return (centred / scale.masked_fill(scale == 0, 1)).to(x.dtype)
+    return (centred / (variance.sqrt() + eps).clamp(min=1e-300)).to(x.dtype)
 
 
 def whiten_segments(

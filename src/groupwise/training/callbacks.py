@@ -464,8 +464,6 @@ class Evaluate(Callback):
         self.identity = identity
         self.metric = metric
         self.best_score: float | None = None
-        self._seen_at = 0
-        """The last iteration that was evaluated, or was not to be."""
         self._is_due = False
         """Whether the evaluation of the last iteration was interrupted or failed."""
 
@@ -474,18 +472,16 @@ class Evaluate(Callback):
         if self._is_due:
             self._is_due = False
             self._evaluate(trainer, trainer.metrics)
-        self._seen_at = trainer.iteration
 
     def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Evaluate when it is time."""
         if trainer.passed(self.interval) or trainer.is_done():
             self._evaluate(trainer, metrics)
-        self._seen_at = trainer.iteration
 
     def on_interrupt(self, trainer: Trainer) -> None:
         """Note an evaluation that is missing."""
-        is_last = trainer.done >= trainer.budget.total
-        self._is_due = trainer.iteration != self._seen_at and (is_last or trainer.passed(self.interval))
+        is_wanted = trainer.passed(self.interval) or trainer.done >= trainer.budget.total
+        self._is_due = is_wanted and bool(trainer.metrics) and "eval/return_mean" not in trainer.metrics
 
     def _evaluate(self, trainer: Trainer, metrics: dict[str, float]) -> None:
         """Add ``eval/*`` to the metrics, and save the policy if it is the best one so far."""

@@ -466,7 +466,7 @@ class Run:
     folder: RunFolder
     """Files of the run."""
     cfg: CommonCfg
-    """Every setting, as in ``config.json``, without the run folder. A run on a GPU is loaded on the CPU where there is none."""
+    """Every setting, without the run folder; those that follow from others, which ``config.json`` lacks, are filled in. A run on a GPU is loaded on the CPU where there is none."""
     algorithm: BaseAlgorithm
     """The algorithm, with the policy."""
     summary: dict[str, Any]

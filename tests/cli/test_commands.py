@@ -143,6 +143,8 @@ def test_train_from_a_file_with_options_over_it(api, tmp_path):
         ("resume x --total-step 3", "--total-step; did you mean --total-steps?"),
         ("eval runs/x --checkpoint bset", "'best'"),
         ("resume runs/x 5", "unexpected '5'"),
+        ("resume runs/x " + "x" * 300, "unexpected 'xxx"),  # too long for a file's name
+        ("sample runs/x -n", "unknown option"),
         ("sample runs/x -3+4=", "unexpected '-3+4='; fix: put a text that begins with a minus after --"),
         ("train CartPole-v1 --seeds 0,5-3", "--seeds 0,5-3: expected different seeds and increasing ranges"),
         ("train CartPole-v1 --seeds 3-0", "--seeds 3-0: expected different seeds and increasing ranges"),

@@ -215,6 +215,16 @@ def test_an_agent_goes_on_where_a_run_ended(model, tmp_path):
     assert_equal(loop(agent, env, iterations=1).policy, longer.policy)
 
 
+def test_an_agent_of_a_run_on_an_environment_divides_by_the_longest_episode_as_the_run_did(model, tmp_path):
+    task = gw.TextTask(env=Guess, data_size=8, max_turns=3)
+    constant = gw.GRPOCfg(group_size=2, objective={"aggregation": "constant"})
+    settings = {"num_prompts": 2, "sampling": SHORT, "model": str(model)} | QUIET
+    run = gw.train(task, constant, run_dir=tmp_path / "run", total_iterations=1, **settings)
+    agent = gw.LanguageAgent.load(run.path)
+    lengths = [one.cfg.algorithm.objective.aggregation.max_length for one in (run, agent)]
+    assert lengths == [3 * run.cfg.sampling.max_new_tokens] * 2
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -1176,6 +1176,11 @@ def test_a_property_that_needs_a_reset_is_no_matter_for_tools():
         def reset(self, **row):
             self._cells = [1]
 
+        @classmethod
+        def size(cls) -> int:
+            """Tell the number of cells."""
+            return 1
+
         def move(self, cell: int) -> str:
             """Make a move.
 
@@ -1185,4 +1190,4 @@ def test_a_property_that_needs_a_reset_is_no_matter_for_tools():
             return f"{self.cells} {cell}"
 
     env = ToolEnv(Board())
-    assert [tool["function"]["name"] for tool in env.tools] == ["move"]
+    assert [tool["function"]["name"] for tool in env.tools] == ["move", "size"]

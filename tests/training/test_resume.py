@@ -122,6 +122,26 @@ def test_an_evaluation_that_did_not_end_is_made_up_for(uninterrupted, tmp_path, 
     gw.resume(path)
 
 
+def test_an_evaluation_that_fails_again_is_left_out(tmp_path, monkeypatch, caplog):
+    cfg, evaluate, count = settings("ppo", tmp_path / "run"), EnvEvaluator.__call__, itertools.count()
+
+    def breaks(self):
+        if next(count) < 2:
+            raise RuntimeError("no display")
+        return evaluate(self)
+
+    monkeypatch.setattr(EnvEvaluator, "__call__", breaks)
+    with pytest.raises(RuntimeError):
+        gw.train(cfg)
+    failed = logged(cfg.run_dir)[-1]["iteration"]
+    run = gw.resume(cfg.run_dir)
+    assert (
+        f"the evaluation of iteration {failed} failed again, and is left out: RuntimeError('no display')" in caplog.text
+    )
+    assert run.summary["env_steps"] == 1664
+    assert next(entry["iteration"] for entry in logged(run.path) if "eval/return_mean" in entry) > failed
+
+
 class StopEarly(gw.Callback):
     """The user's, of the name of one of groupwise's."""
 

@@ -68,7 +68,7 @@ class Parser(ArgumentParser):
         """The arguments; a ``ConfigError`` if there are others."""
         found, rest = self.parse_known_intermixed_args(argv)  # positionals may follow options
         if flags := [word for word in rest if word.startswith("-")]:
-            if not flags[0].startswith("--"):
+            if not flags[0].startswith("--") and not re.fullmatch("-[A-Za-z]", flags[0]):
                 raise ConfigError(f"unexpected {flags[0]!r}; fix: put a text that begins with a minus after --")
             raise unknown_option(flags[0].partition("=")[0], self.flags, f"{self.prog} --help")
         if rest:

@@ -116,7 +116,7 @@ def resume_command(parser: Parser, argv: Sequence[str]) -> int:
       groupwise resume runs/<run> --from best --fork runs/<new> --algorithm.learning-rate 1e-4 --total-steps 200000
     """
     _add_output(parser)
-    if any((Path(word) / "population.json").is_file() for word in argv):
+    if any(word and os.path.isfile(os.path.join(word, "population.json")) for word in argv):
         parser.add_argument("population", type=Path, help="folder of the population")
         own = _add_fields(parser, LaunchCfg)
         found = vars(parser.read(argv))

@@ -217,7 +217,7 @@ RULES = (  # causes go before their consequences
     Rule("Ends of episodes", ("rollout/episodes",), "{v.sum:,.0f} episodes ended in training.", bad=lambda m, v: v.sum == 0, sick=(
         (lambda m, v: v.sum == 0 or m["eval/cut_episodes"].last > m["eval/episodes"].last / 2,
          "Episodes do not end, or evaluations cut them: set env.max_episode_steps, or end episodes in step()."),
-    ), excuses=((lambda m, v: m.is_short and not m["eval/cut_episodes"].last > 0, "Training was shorter than an episode may be."),)),
+    ), excuses=((lambda m, v: m.is_short and not m["eval/cut_episodes"].last > 0, "Training was shorter than a full episode in each environment."),)),
     Rule("KL of an update", (KL, STEPS), "It moves the policy by {m.kl:.2g} nats.", bad=lambda m, v: m.kl > FAR, sick=(
         (lambda m, v: m.kl > 0.05, "Lower learning_rate, fewer num_epochs, or target_kl such as 0.02."),
         (lambda m, v: m.kl < 1e-5, "The policy hardly moves: a higher learning_rate."),

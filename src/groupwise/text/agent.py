@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.config.algorithm import AlgorithmCfg, FixedLengthCfg
+from groupwise.config.algorithm import AlgorithmCfg, FixedLengthCfg, with_max_length
 from groupwise.config.base import GIVEN, explain, refuse_unknown
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
@@ -468,6 +468,9 @@ class LanguageAgent:
         if "task" not in settings:
             raise ConfigError(f"{path} is a run on an environment, without a language model; fix: gw.Run.load")
         agent, cfg = cls.__new__(cls), TextRunCfg(**settings)
+        if cfg.task.has_env:  # of its turns, which a PromptEnv need not have
+            longest = cfg.task.max_turns * cfg.sampling.max_new_tokens
+            cfg = cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, longest)})
         task = TextTaskCfg(**{name: vars(cfg.task)[name] for name in _OF_PROMPTS})  # the rest is of a PromptEnv
         agent._build(cfg.model_copy(update={"task": task}), model, 0, restored=True)
         saved = load_checkpoint(folder.latest, identity_of(cfg, agent.policy), agent.policy)

@@ -244,7 +244,7 @@ def _with_saved_adapters(cfg: ModelCfg, model: Any, path: str) -> nn.Module:
             has, got = (", ".join(f"{name}={value}" for name, value in one.items()) for one in (found, wanted))
             raise ConfigError(f"the adapters in {path} have {has}; got {got}; fix: lora=None, or the same")
         targets, where = cfg.lora.targets, saved.target_modules
-        if targets != "all-linear" and {*targets} != ({where} if isinstance(where, str) else {*where}):
+        if targets != "all-linear" and {*targets} != ({where} if isinstance(where, str) else {*(where or ())}):
             raise ConfigError(
                 f"the adapters in {path} are on {where}; got lora.targets={targets}; fix: lora=None, or the same"
             )
@@ -275,7 +275,8 @@ def _check_adapters(folder: Path, settings: Mapping[str, Any], model: nn.Module)
                 f"{where}: rank {rank:,}, but no tensor has such a size; fix: the one that belongs to these weights"
             )
     given = [settings.get(name) for name in ("target_modules", "exclude_modules")]
-    patterns = [*(one for one in given if isinstance(one, str)), *chain(*of_layers)]
+    texts = [*(one for one in given if isinstance(one, str)), *chain(*of_layers)]
+    patterns = [text for text in texts if not re.fullmatch(r"[\w.]+", text)]  # not names
     try:
         with files.limiting(_SECONDS_OF_PATTERNS):
             for pattern, (name, _) in product(patterns, model.named_modules()):

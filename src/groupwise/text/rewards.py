@@ -503,7 +503,7 @@ def _blaming(name: str, completions: Sequence[Completion]) -> Iterator[None]:
 
 
 def _blame(name: str, error: Exception, completions: Sequence[Completion]) -> NoReturn:
-    """Raise the error with the function's name, unless it is of a setting, or its process did not start."""
+    """Raise the error with the function's name, unless it is a ``ConfigError`` or its process did not start."""
     if isinstance(error, ConfigError):
         raise error
     raise RewardError(

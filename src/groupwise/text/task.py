@@ -633,7 +633,7 @@ class TextTask:
         """Examples that are held out, none without ``eval_data``, and episodes of an environment by other seeds; errors as ``load``.
 
         Args:
-            least: number of those that are made, by seeds or reasoning-gym.
+            least: number of those by seeds.
         """
         return [] if self.cfg.eval_data is None and not self.cfg.by_seeds else self._examples("eval_data", least)
 
@@ -668,9 +668,8 @@ class TextTask:
     def _examples(self, name: Literal["data", "eval_data"], least: int = 0) -> list[Example]:
         cfg, source = self.cfg, vars(self.cfg)[name]
         size, part = (cfg.data_size, "train") if name == "data" else (cfg.eval_size, "eval")
-        size = max(size, least)  # where they are made
         if cfg.by_seeds:
-            examples = [Example("", {})] * size
+            examples = [Example("", {})] * max(size, least)
         elif source.startswith(GYM):
             examples = gym_examples(source, size=size, part=part, kwargs=cfg.data_kwargs)
         else:

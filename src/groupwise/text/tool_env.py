@@ -106,8 +106,10 @@ class ToolEnv(TextEnv):
         self._on_error: Literal["tell", "raise"] = on_tool_error
         self._errors = self._calls = 0
         # a property may need a reset first
-        names = [name for name, _ in inspect.getmembers_static(made, callable)] if made is not None else []
-        methods = [one for one in (getattr(made, name) for name in names) if inspect.ismethod(one)]
+        names = [name for name, one in inspect.getmembers_static(made) if callable(one) or isinstance(one, classmethod)]
+        methods = (
+            [] if made is None else [one for one in (getattr(made, name) for name in names) if inspect.ismethod(one)]
+        )
         if made is not None and not callable(getattr(made, "reset", None)):
             raise ConfigError(
                 f"{type(made).__name__} has no method reset; fix: a gw.TextEnv, or reset(**row) as for TRL's environment_factory"

@@ -88,7 +88,7 @@ class SaveCheckpoints(Callback):
         """The checkpoint that is being written, with its iteration and environment steps."""
 
     def on_training_start(self, trainer: Trainer) -> None:
-        """Start from the checkpoint of a resumed run, which lacks an evaluation that was made up for since."""
+        """Start from the checkpoint of a resumed run. If an evaluation was made up for since, it is saved again at the end."""
         self.saved_at = 0 if trainer.metrics else trainer.iteration
         self._thread.submit(int)  # the thread starts now: when memory is short, it could not
 
@@ -192,12 +192,12 @@ class MetricsLog(Callback):
         """Lines that the disk refused."""
 
     def on_training_start(self, trainer: Trainer) -> None:
-        """Continue after the iterations of a resumed run. Metrics that there are belong to the last one."""
+        """Continue after the iterations of a resumed run. Write the last line again if its evaluation was made up for."""
         self._logged, folder = trainer.iteration, RunFolder(self.path.parent)
         logged = folder.read_metrics()
         if trainer.metrics and logged and logged[-1]["iteration"] == trainer.iteration:
             folder.truncate_metrics(trainer.iteration - 1)
-            trainer.metrics = logged[-1] | trainer.metrics
+            trainer.metrics = {k: v for k, v in logged[-1].items() if "/" in k} | trainer.metrics
             self._logged -= 1
             self.on_training_end(trainer)
         missing = trainer.iteration - len(logged)
@@ -471,7 +471,12 @@ class Evaluate(Callback):
         """Make up for an evaluation that was interrupted or failed; its metrics are of the last iteration."""
         if self._is_due:
             self._is_due = False
-            self._evaluate(trainer, trainer.metrics)
+            try:
+                self._evaluate(trainer, trainer.metrics)
+            except Exception as error:
+                log.warning(
+                    "the evaluation of iteration %d failed again, and is left out: %r", trainer.iteration, error
+                )
 
     def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Evaluate when it is time."""

@@ -53,6 +53,8 @@ class Report(Callback):
         """Begin."""
         self._thread = Thread(target=self._work, args=(trainer.env_steps,), name=f"groupwise {self.name}", daemon=True)
         self._thread.start()
+        if trainer.metrics:  # of an evaluation that was made up for
+            self._put((dict(trainer.metrics), trainer.env_steps))
 
     def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Leave the metrics to the tracker's thread."""

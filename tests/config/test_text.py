@@ -67,7 +67,7 @@ def test_a_discount_and_names_of_parts_that_nothing_reads_are_refused():
     assert resolve_text({"gamma": 0.9, "credit": discounted}).algorithm.gamma == 0.9
     assert resolve_text({"name": "ppo", "gamma": 0.9}).algorithm.gamma == 0.9
     assert TextRunCfg(algorithm=GRPOCfg(group_size=4)).algorithm.group_size == 4
-    for setting, value in {"gamma": 0.99, "credit": {"reward": {"name": "parts", "names": ["exact"]}}}.items():
+    for setting, value in {"gamma": 0.9, "credit": {"reward": {"name": "parts", "names": ["exact"]}}}.items():
         with pytest.raises(ConfigError, match=f"{setting}.* has no effect"):
             resolve_text({setting: value}, task={"data": "prompts.jsonl"}, model={"path": "model"})
 

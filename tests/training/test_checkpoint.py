@@ -250,7 +250,7 @@ def test_settings_that_were_changed_by_hand_are_noticed(trained, tmp_path, caplo
     warning, of_scores = sorted(
         caplog.messages, key=lambda message: "checkpoints/best is the best from now on" in message
     )
-    assert of_scores.startswith("env.kwargs.sutton_barto_reward changed since the checkpoint")
+    assert of_scores.startswith("seed, env.kwargs.sutton_barto_reward changed since the checkpoint")
     assert f"algorithm.learning_rate from {was!r} to 0.5" in warning
     assert "seed from 3 to 4" in warning
     assert "env.kwargs.sutton_barto_reward from None to True" in warning

@@ -191,7 +191,7 @@ def test_an_error_of_the_evaluations_environment_saves_the_iteration_and_its_num
     Breaks.broken = False
     run = gw.resume("mine", env=Breaks)
     assert [entry["iteration"] for entry in run.metrics()] == [1, 2, 3]
-    assert ["eval/return_mean" in entry for entry in run.metrics()] == [True, False, True]
+    assert ["eval/return_mean" in entry for entry in run.metrics()] == [True, True, True]  # made up for
     assert sum(entry["rollout/env_steps"] for entry in run.metrics()) == run.summary["env_steps"]
 
 

@@ -270,7 +270,7 @@ def _check_adapters(folder: Path, settings: Mapping[str, Any], model: nn.Module)
         table if isinstance(table := settings.get(f"{name}_pattern"), dict) else {} for name in ("rank", "alpha")
     ]
     for rank in (settings.get("r"), *of_layers[0].values()):
-        if isinstance(rank, int) and rank > max(dims):
+        if isinstance(rank, int) and rank > max(dims) > 0:  # a damaged file is an error of loading
             raise ConfigError(
                 f"{where}: rank {rank:,}, but no tensor has such a size; fix: the one that belongs to these weights"
             )

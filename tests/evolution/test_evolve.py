@@ -62,7 +62,13 @@ def test_values_that_are_not_possible_together_are_drawn_again(tmp_path):
         "algorithm.credit.returns": ["outcome", "return_to_go"],
         "algorithm.credit.normalize": ["none", "episodes"],
     }
-    grpo = {"name": "grpo", "num_steps": 16, "num_epochs": 1, "group_size": 2, "credit": {"baseline": "mean"}}
+    grpo = {
+        "name": "grpo",
+        "num_steps": 16,
+        "num_epochs": 1,
+        "group_size": 2,
+        "credit": {"returns": "outcome", "baseline": "mean"},
+    }
     found = evolve(tmp_path / "p", algorithm=grpo, search=search, population=4, rounds=4, weight_noise=0.0)
     pairs = {tuple(member.settings.values()) for member in found.members.values()}
     assert len(pairs) == 3

@@ -146,8 +146,8 @@ def test_train_from_a_file_with_options_over_it(api, tmp_path):
         ("resume runs/x " + "x" * 300, "unexpected 'xxx"),  # too long for a file's name
         ("sample runs/x -n", "unknown option"),
         ("sample runs/x -3+4=", "unexpected '-3+4='; fix: put a text that begins with a minus after --"),
-        ("train CartPole-v1 --seeds 0,5-3", "--seeds 0,5-3: expected different seeds and increasing ranges"),
-        ("train CartPole-v1 --seeds 3-0", "--seeds 3-0: expected different seeds and increasing ranges"),
+        ("train CartPole-v1 --seeds 0,5-3", "--seeds 0,5-3: expected increasing ranges, got 5-3"),
+        ("train CartPole-v1 --seeds 3-0", "--seeds 3-0: expected increasing ranges, got 3-0"),
         ("--verison", "did you mean '--version'?"),
         ("config CartPole-v1 --policy.hidden-sizes [64]", "policy.hidden_sizes"),
         ("config CartPole-v1 --policy.normalize-obs 1", "normalize_obs = '1'"),

@@ -267,9 +267,11 @@ def parse_seeds(text: str) -> list[int]:
         last = last if dash else first
         if not first.isdecimal() or not last.isdecimal():
             raise ConfigError(f"--seeds {text}: expected numbers; fix: a range like 0-9 or a list like 0,3,5")
-        seeds.extend(range(int(first), int(last) + 1) or (-1, -1))
+        if int(first) > int(last):
+            raise ConfigError(f"--seeds {text}: expected increasing ranges, got {part}; fix: 0-9 or 0,3,5")
+        seeds.extend(range(int(first), int(last) + 1))
     if len(set(seeds)) < len(seeds):
-        raise ConfigError(f"--seeds {text}: expected different seeds and increasing ranges; fix: 0-9 or 0,3,5")
+        raise ConfigError(f"--seeds {text}: expected different seeds; fix: 0-9 or 0,3,5")
     return seeds
 
 

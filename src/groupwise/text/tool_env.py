@@ -105,11 +105,9 @@ class ToolEnv(TextEnv):
         self._column, self._most_errors, self._most_calls = prompt_column, max_parse_errors, max_tool_calls
         self._on_error: Literal["tell", "raise"] = on_tool_error
         self._errors = self._calls = 0
-        # a property may need a reset first
-        names = [name for name, one in inspect.getmembers_static(made) if callable(one) or isinstance(one, classmethod)]
-        methods = (
-            [] if made is None else [one for one in (getattr(made, name) for name in names) if inspect.ismethod(one)]
-        )
+        static = [] if made is None else inspect.getmembers_static(made)  # a property may need a reset first
+        names = [name for name, one in static if callable(one) or isinstance(one, classmethod)]
+        methods = [one for name in names if inspect.ismethod(one := getattr(made, name))]
         if made is not None and not callable(getattr(made, "reset", None)):
             raise ConfigError(
                 f"{type(made).__name__} has no method reset; fix: a gw.TextEnv, or reset(**row) as for TRL's environment_factory"

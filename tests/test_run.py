@@ -237,13 +237,15 @@ def test_longest_episode_is_filled_in_where_the_loss_needs_it():
     constant = {"objective": {"aggregation": "constant"}}
     cfg = TINY_GRPO["algorithm"].model_copy(update={"objective": gw.ObjectiveCfg(aggregation="constant")})
     run = gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": cfg})
-    assert run.cfg.algorithm.objective.aggregation.max_length == 500
+    assert run.algorithm.cfg.objective.aggregation.max_length == 500
     objective = json.loads((run.path / "config.json").read_text())["algorithm"]["objective"]
     assert objective["aggregation"] == {"name": "constant", "max_length": None}  # as given: it follows from others
+    assert run.cfg == gw.Run.load(run.path).cfg == gw.resume(run.path).cfg
+    assert run.cfg.algorithm.objective == cfg.objective  # so that a run with these settings is one of the same method
     for horizon, longest in ((20, 20), (5_000, 500)):
         windowed = gw.GRPOCfg(num_steps=16, num_epochs=1, group_size=2, collection={"horizon": horizon}, **constant)
         run = gw.train("CartPole-v1", **TINY_GRPO | {"algorithm": windowed})
-        assert run.cfg.algorithm.objective.aggregation.max_length == longest
+        assert run.algorithm.cfg.objective.aggregation.max_length == longest
 
 
 def test_thread_count_is_given_back():

@@ -466,7 +466,7 @@ class Run:
     folder: RunFolder
     """Files of the run."""
     cfg: CommonCfg
-    """Every setting, without the run folder; those that follow from others, which ``config.json`` lacks, are filled in. A run on a GPU is loaded on the CPU where there is none."""
+    """Every setting as in ``config.json``. A run on a GPU is loaded on the CPU where there is none."""
     algorithm: BaseAlgorithm
     """The algorithm, with the policy."""
     summary: dict[str, Any]
@@ -549,7 +549,7 @@ class Run:
         with closing_after(parts.close):
             where = folder.checkpoints / checkpoint
             load_policy(parts.policy, load_checkpoint(where, parts.identity, parts.policy).policy, where)
-        return cls(folder, parts.cfg, parts.algorithm, folder.read_summary(), objects)
+        return cls(folder, cfg, parts.algorithm, folder.read_summary(), objects)
 
 
 def train(
@@ -606,7 +606,7 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
         raise ConfigError("several processes need one run folder, got run_dir=None; fix: set run_dir")
     if cfg.run_dir is not None and engine.rank == 0:
         RunFolder.check_free(cfg.run_dir)  # before the parts are built, which may take long
-    settings = with_absolute_paths(cfg.model_copy(update={"run_dir": None}))  # to save; build fills in others
+    settings = with_absolute_paths(cfg.model_copy(update={"run_dir": None}))  # build fills in others
     parts = build(settings, given, engine)
     with closing_after(parts.close):
         folder = RunFolder(Path(cfg.run_dir or ""), here)
@@ -616,7 +616,7 @@ def train_from_config(cfg: CommonCfg, given: UserObjects | None = None, callback
             folder = RunFolder.create(tree, cfg.run_dir, name=name, here=here, given_in_python=objects)
         with folder.locked(engine.rank):
             summary = run(parts, folder, callbacks, engine, resume=False)
-    return Run(folder, parts.cfg, parts.algorithm, summary, given)
+    return Run(folder, settings, parts.algorithm, summary, given)
 
 
 def resume(
@@ -660,7 +660,7 @@ def resume(
         parts = _rebuild(cfg, objects, folder, engine)
         with closing_after(parts.close):
             summary = run(parts, folder, callbacks, engine, resume=True)
-    return Run(folder, parts.cfg, parts.algorithm, summary, objects)
+    return Run(folder, cfg, parts.algorithm, summary, objects)
 
 
 def _engine(cfg: CommonCfg) -> Engine:

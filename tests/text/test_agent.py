@@ -221,7 +221,7 @@ def test_an_agent_of_a_run_on_an_environment_divides_by_the_longest_episode_as_t
     settings = {"num_prompts": 2, "sampling": SHORT, "model": str(model)} | QUIET
     run = gw.train(task, constant, run_dir=tmp_path / "run", total_iterations=1, **settings)
     agent = gw.LanguageAgent.load(run.path)
-    lengths = [one.cfg.algorithm.objective.aggregation.max_length for one in (run, agent)]
+    lengths = [cfg.objective.aggregation.max_length for cfg in (run.algorithm.cfg, agent.algorithm.cfg)]
     assert lengths == [3 * run.cfg.sampling.max_new_tokens] * 2
 
 

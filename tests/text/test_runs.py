@@ -441,17 +441,19 @@ def test_what_follows_from_other_settings_follows_from_those_of_a_fork(model, tm
     task = gw.TextTask(rows[:60], reward=["exact", share_copied], reward_weights=[1.0, 2.0], eval_data=rows[60:])
     algorithm = gw.GRPOCfg(group_size=4, credit={"reward": "parts"}, objective={"aggregation": "constant"})
     run = train(task, model, tmp_path / "run", algorithm, sampling={"max_new_tokens": 3})
-    assert run.cfg.algorithm.objective.aggregation.max_length == 3
-    assert run.cfg.algorithm.credit.reward.weights == (1.0, 2.0)
+    cfg = run.algorithm.cfg
+    assert (cfg.objective.aggregation.max_length, cfg.credit.reward.weights) == (3, (1.0, 2.0))
     saved = json.loads((run.path / "config.json").read_text())["algorithm"]
     assert (saved["objective"]["aggregation"]["max_length"], saved["credit"]["reward"]["weights"]) == (None, [])
+    assert run.cfg == gw.Run.load(run.path).cfg
+    assert len(gw.sample(run.cfg, "12")) == 1  # also where only a build knows the longest completion
     rewards = [{"name": "exact", "weight": 1.0}, {"name": "<given in Python>", "weight": 5.0}]
     more, end = {"sampling": {"max_new_tokens": 6}, "task": {"rewards": rewards}}, run.summary["env_steps"]
     path = gw.fork(run.path, tmp_path / "fork", total_steps=end + 20, **more)
     given = {"reward": share_copied, "data": task.given["data"], "eval_data": task.given["eval_data"]}
     forked = gw.resume(path, total_steps=end + 50, **given)
-    assert forked.cfg.algorithm.objective.aggregation.max_length == 6
-    assert forked.cfg.algorithm.credit.reward.weights == (1.0, 5.0)
+    cfg = forked.algorithm.cfg
+    assert (cfg.objective.aggregation.max_length, cfg.credit.reward.weights) == (6, (1.0, 5.0))
     again = json.loads((forked.path / "config.json").read_text())
     assert again["algorithm"]["objective"]["aggregation"]["max_length"] is None
     assert again["total_steps"] == end + 50

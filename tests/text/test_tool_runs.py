@@ -95,7 +95,7 @@ def test_turns_are_open_to_ratios_and_credit_which_need_a_tool(preset, model, tm
     assert all(entry["rollout/sampler_kl"] < 1e-8 and entry["rollout/turns_mean"] > 1 for entry in run.metrics())
     assert max(entry["train/grad_norm"] for entry in run.metrics()) > 0
     if preset == "dr_grpo":  # the longest completion is three turns of four tokens
-        assert run.cfg.algorithm.objective.aggregation.max_length == 12
+        assert run.algorithm.cfg.objective.aggregation.max_length == 12
     if preset.startswith("agilerl"):
         setting = {"agilerl_turn": "credit.returns", "agilerl_turn_ratio": "objective.ratio"}[preset]
         with pytest.raises(

@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.algorithms.base import BaseAlgorithm
-from groupwise.config.algorithm import AlgorithmCfg, FixedLengthCfg, with_max_length
+from groupwise.config.algorithm import AlgorithmCfg, FixedLengthCfg, with_max_length, with_rewards
 from groupwise.config.base import GIVEN, explain, refuse_unknown
 from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
@@ -26,7 +26,7 @@ from groupwise.data.rollout import TensorDict
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError, require_count
 from groupwise.report.folder import RunFolder
-from groupwise.text.build import SAMPLER_FIX, build_algorithm, filled_in, identity_of, policy_to_train
+from groupwise.text.build import SAMPLER_FIX, build_algorithm, identity_of, policy_to_train
 from groupwise.text.collector import (
     Dialogue,
     TextBuffer,
@@ -285,7 +285,7 @@ class LanguageAgent:
         aggregation = cfg.algorithm.objective.aggregation
         self._fills_length = isinstance(aggregation, FixedLengthCfg) and aggregation.max_length is None
         self._saved_cfg = cfg
-        self.cfg = filled_in(cfg, (1.0,))
+        self.cfg = cfg.model_copy(update={"algorithm": with_rewards(cfg.algorithm, (1.0,))})
         """The settings, as those of a run."""
         self.index = index
         self.algorithm: BaseAlgorithm = build_algorithm(self.cfg, given, Engine(), restored=restored)

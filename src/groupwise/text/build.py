@@ -162,7 +162,7 @@ def build_text_components(
     check_rollout_fits(cfg)
     task = TextTask.from_cfg(cfg.task, given)
     if isinstance(cfg.algorithm, BCCfg):
-        return _cloning_components(filled_in(cfg, ()), given, engine, task, restored=restored)
+        return _cloning_components(cfg, given, engine, task, restored=restored)
     rewards = task.rewards(cfg.algorithm.on_nonfinite)
     train, held_out = task.load()
     if engine.world_size > 1 and cfg.algorithm.groups.collection.dynamic_sampling:
@@ -170,7 +170,7 @@ def build_text_components(
             "collection.dynamic_sampling takes a varying number of prompts, which several processes cannot divide; fix: "
             "dynamic_sampling=None, or one process"
         )
-    cfg = filled_in(cfg, rewards.weights)
+    cfg = cfg.model_copy(update={"algorithm": with_rewards(cfg.algorithm, rewards.weights)})
     algorithm = build_algorithm(cfg, given.policy, engine, restored=restored)
     policy = policy_to_train(algorithm)
     encoder = PromptEncoder(policy.tokenizer, cfg.task)
@@ -289,7 +289,9 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine, *, re
         policy.decoder = FastDecoder()
         if policy.device.type == "cuda":
             fuse_norms(policy.network)
-    algorithm: BaseAlgorithm = algorithm_type(cfg.algorithm, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
+    num_turns = cfg.task.max_turns if cfg.task.has_env else 1
+    algorithm_cfg = with_max_length(cfg.algorithm, num_turns * cfg.sampling.max_new_tokens)
+    algorithm: BaseAlgorithm = algorithm_type(algorithm_cfg, policy, engine, seed=derive_seed(cfg.seed, "algorithm"))
     return algorithm
 
 
@@ -314,13 +316,3 @@ def load_algorithm(
     where = folder.checkpoints / checkpoint
     load_policy(policy, load_checkpoint(where, identity_of(cfg, policy), policy).policy, where)
     return algorithm
-
-
-def filled_in(cfg: TextRunCfg, weights: tuple[float, ...]) -> TextRunCfg:
-    """The settings with those that follow from others: the longest completion, a discount that is
-    not read, and weights of rewards compared one by one.
-    """
-    algorithm = cfg.algorithm
-    num_turns = cfg.task.max_turns if cfg.task.has_env else 1
-    algorithm = with_max_length(algorithm, num_turns * cfg.sampling.max_new_tokens)
-    return cfg.model_copy(update={"algorithm": with_rewards(algorithm, weights)})

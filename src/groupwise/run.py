@@ -28,7 +28,6 @@ from groupwise.config.load import with_absolute_paths
 from groupwise.config.policy import AnyPolicyCfg, PolicyCfg, VLACfg
 from groupwise.config.run import (
     BUDGETS,
-    Budget,
     CommonCfg,
     EnvCfg,
     EvaluationCfg,
@@ -649,12 +648,12 @@ def resume(
     cfg = cfg.with_progress(progress)
     totals = {"total_steps": total_steps, "total_iterations": total_iterations, "total_epochs": total_epochs}
     if any(total is not None for total in totals.values()):
-        budget, fields = Budget.only(**totals), type(cfg).model_fields
-        name, unit, total = budget.name, budget.unit, budget.total
-        if name not in fields:
-            raise ConfigError(f"{name} = {total:,}: an environment has no {unit}; fix: total_steps or total_iterations")
-        budget.check_exceeds(saved_counts(folder.latest)[unit], folder.path)
-        cfg = cfg.model_copy(update={other: None for other in BUDGETS if other in fields} | {name: total})
+        if isinstance(cfg, RunCfg) and totals.pop("total_epochs") is not None:
+            raise ConfigError(
+                f"total_epochs = {total_epochs}: an environment has no epochs; fix: total_steps or total_iterations"
+            )
+        cfg = type(cfg)(**dict(cfg) | totals)
+        cfg.budget.check_exceeds(saved_counts(folder.latest)[cfg.budget.unit], folder.path)
     engine = _engine(cfg)
     with folder.locked(engine.rank):
         parts = _rebuild(cfg, objects, folder, engine)

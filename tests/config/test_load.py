@@ -52,6 +52,13 @@ def test_objective_preset_replaces_credit_and_objective_as_a_whole():
     assert (own.credit.scale, own.objective.aggregation.name) == ("std", "constant")
 
 
+@pytest.mark.parametrize("preset", ["dr_grpo", None])
+def test_the_algorithm_of_another_run_is_taken_as_a_whole(preset):
+    """Also what that run had from a preset of a paper, or as a default, which the preset of the environment would replace."""
+    cfg = resolve("CartPole-v1", "grpo", preset)
+    assert resolve("CartPole-v1", cfg.algorithm) == cfg
+
+
 def test_the_preset_auto_is_the_environments(tmp_path):
     assert resolve("CartPole-v1", preset="auto") == resolve("CartPole-v1")
     (tmp_path / "run.json").write_text('{"env": {"id": "CartPole-v1"}, "preset": "dapo"}')

@@ -47,7 +47,9 @@ def test_what_was_given_can_be_read_and_saved(tmp_path):
     assert gw.GRPOCfg(clip_coef=0.1).clip_coef == 0.1
     assert gw.GRPOCfg().clip_coef is None
     cfg = resolve("CartPole-v1", gw.PPOCfg(clip_coef=FALLING, clip_range_vf=0.5))
-    assert (cfg.algorithm.clip_coef.start, cfg.algorithm.clip_coef.end) == (0.3, 0.1)
+    region = cfg.algorithm.objective.trust_region
+    assert cfg.algorithm.clip_coef is None  # it stands in the trust region, in memory as in files
+    assert (region.clip_high.start, region.clip_high.end) == (0.3, 0.1)
     saved = json.loads(to_json(cfg))["algorithm"]
     assert saved["objective"]["trust_region"] == {"name": "clip", "clip_low": FALLING, "clip_high": FALLING}
     assert "clip_coef" not in saved  # else it would undo a later change of the trust region

@@ -45,8 +45,25 @@ def test_a_longer_run_of_iterations_is_that_run_from_the_start(tmp_path):
         gw.resume(tmp_path / "part", total_iterations=8)
     with pytest.raises(ConfigError, match="total_epochs = 3: an environment has no epochs"):
         gw.resume(tmp_path / "part", total_epochs=3)
+    for wrong, why in (
+        ({"total_steps": 640.5}, "total_steps = 640.5: input should be a valid integer"),
+        ({"total_steps": [640]}, r"total_steps = \[640\]: input should be a valid integer"),
+        ({"total_steps": 640, "total_iterations": 10}, "training needs one of"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            gw.resume(tmp_path / "part", **wrong)
     steps = gw.resume(tmp_path / "part", total_steps=600)
     assert (steps.cfg.total_iterations, steps.summary["env_steps"]) == (None, 640)
+
+
+def test_a_budget_that_does_not_fit_leaves_the_run_as_it_was(tmp_path):
+    warm = gw.PPOCfg(num_steps=16, num_epochs=1, schedule={"name": "linear", "warmup": 64})
+    run = gw.train("CartPole-v1", warm, run_dir=tmp_path / "run", total_steps=128, **QUICK)
+    before = run.folder.config.read_bytes()
+    with pytest.raises(ConfigError, match="schedule.warmup=64 is not less than total_iterations=8"):
+        gw.resume(run.path, total_iterations=8)
+    assert run.folder.config.read_bytes() == before
+    assert gw.resume(run.path, total_steps=192).summary["env_steps"] == 192
 
 
 def test_one_budget_replaces_that_of_the_preset_and_of_the_file(tmp_path):

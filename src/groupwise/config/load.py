@@ -339,7 +339,8 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
         base = base | {"algorithm": table | settings}
     base = merge(base, {"algorithm": {"name": cfg_type.own_name()}})
     try:
-        return kind.model_validate(_over(base, given))
+        cfg = kind.model_validate(_over(base, given))
+        return kind.model_validate(cfg.model_dump())  # all are set, for a run that gets cfg.algorithm
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error.errors()))) from None
 

@@ -380,7 +380,7 @@ def test_a_mixed_reference_has_mixed_statistics_too():
         ({}, 0),
         ({"ent_coef": 0.01}, 3),
         ({"kl_coef": 0.1}, 3),
-        ({"objective": {"trust_region": "kl_cov"}}, 3),
+        ({"objective": {"trust_region": "kl_cov"}}, 0),  # every covariance is 0
         ({"objective": {"trust_region": "dppo"}}, 0),
         ({"objective": {"trust_region": {"name": "dppo", "pull": 0.1}}}, 3),
     ],
@@ -394,6 +394,7 @@ def test_a_rollout_of_equal_groups_takes_no_optimiser_step_unless_something_else
     equal["reward"].zero_()
     metrics = algorithm.update(equal)
     assert metrics["train/optimizer_steps"] == steps
+    assert (metrics["train/grad_norm"] > 0) is (steps > 0)
     assert torch.equal(parameters(algorithm), before) is (steps == 0)
 
 

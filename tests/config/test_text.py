@@ -158,3 +158,9 @@ def test_settings_without_a_preset_are_read_back():
         ValidationError, match=r"algorithm.gamma=0.9 has no effect with credit.returns='outcome'; fix: leave"
     ):
         TextRunCfg.model_validate(cfg.model_dump() | {"algorithm": {"name": "grpo", "gamma": 0.9}})
+
+
+def test_prime_rl_divides_by_the_sampler_s_probabilities_also_where_texts_recompute_them():
+    assert resolve_text().algorithm.objective.old_log_prob == "recomputed"
+    assert resolve_text(preset="prime_rl").algorithm.objective.old_log_prob == "sampled"
+    assert resolve_text(preset="dppo").algorithm.objective.old_log_prob == "recomputed"  # as in TRL

@@ -60,7 +60,7 @@ def test_a_budget_that_does_not_fit_leaves_the_run_as_it_was(tmp_path):
     warm = gw.PPOCfg(num_steps=16, num_epochs=1, schedule={"name": "linear", "warmup": 64})
     run = gw.train("CartPole-v1", warm, run_dir=tmp_path / "run", total_steps=128, **QUICK)
     before = run.folder.config.read_bytes()
-    with pytest.raises(ConfigError, match="schedule.warmup=64 is not less than total_iterations=8"):
+    with pytest.raises(ConfigError, match=r"schedule\.warmup=64 is not less than total_iterations=8"):
         gw.resume(run.path, total_iterations=8)
     assert run.folder.config.read_bytes() == before
     assert gw.resume(run.path, total_steps=192).summary["env_steps"] == 192

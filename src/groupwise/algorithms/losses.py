@@ -339,7 +339,7 @@ def _highest_covariance(start: UpdateStart, fraction: float, **settings: object)
     return top_fraction(together, fraction, start.mask, start.all_sum)
 
 
-@register_loss("kl_cov", select=_highest_covariance, needs_old_log_prob=True, learns_alone=lambda **settings: True)
+@register_loss("kl_cov", select=_highest_covariance, needs_old_log_prob=True)
 def kl_cov(x: LossInputs, fraction: Fraction = 2e-4, penalty: NonNegative = 1.0) -> Tensor:
     """No clip, and a pull on the steps of highest covariance.
 

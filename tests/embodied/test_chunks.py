@@ -244,6 +244,25 @@ def test_rollouts_say_how_many_steps_each_decision_took(kind, settings, executed
         assert mask[0].int().tolist() == [[1] * count + [0] * (3 - count) for count in executed]
 
 
+@pytest.mark.parametrize(
+    ("settings", "longest"),
+    [
+        ({}, 200),
+        ({"action_chunk": 8}, 200),
+        ({"action_chunk": 8, "num_action_steps": 2}, 200),
+        ({"action_chunk": 8, "num_action_steps": 3}, 201),  # 67 decisions
+        ({"action_repeat": 4}, 50),
+    ],
+)
+def test_dr_grpo_divides_by_the_actions_that_an_episode_can_execute(settings, longest, tmp_path):
+    """Pendulum's limit is 200 steps."""
+    env = gw.EnvCfg(id="Pendulum-v1", num_envs=2, **settings)
+    algorithm = {"name": "grpo", "num_steps": 4, "num_epochs": 1, "group_size": 2}
+    short = {"total_steps": 8, "evaluation": {"episodes": 1}, "logging": {"progress": "none"}}
+    run = gw.train(env, algorithm, preset="dr_grpo", run_dir=tmp_path / "run", **short)
+    assert run.algorithm.cfg.objective.aggregation.max_length == longest
+
+
 def test_a_video_decides_as_often_as_a_run(tmp_path):
     class Filmed(Counting):
         metadata = {"render_modes": ["rgb_array"], "render_fps": 10}

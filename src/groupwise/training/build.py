@@ -586,7 +586,10 @@ def _components(
         collection = collection.model_copy(update={"horizon": DEFAULT_HORIZON})
         changed = changed.model_copy(update={"collection": collection})
     longest = min(filter(None, (collection.horizon, longest)), default=None)  # in units, where the loss divides by it
-    changed = with_max_length(changed, None if longest is None else longest * policy.num_units)
+    units, chunk = policy.num_units, cfg.env.action_chunk
+    if units % chunk == 0:  # each belongs to an action, and counts if that is executed
+        units = units // chunk * cfg.env.actions_executed
+    changed = with_max_length(changed, None if longest is None else longest * units)
     cfg = cfg.model_copy(update={"algorithm": changed})
     fast, seed = fast_paths(cfg, engine.world_size, device), derive_seed(cfg.seed, "algorithm")
     algorithm = algorithm_type(cfg.algorithm, policy, engine, seed=seed, **fast)

@@ -391,6 +391,28 @@ def test_settings_of_episodes_are_those_of_gw_train_and_of_no_prompts(model, set
     env.close()
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preset": "gigpo"},
+        {"algorithm": {"credit": {"returns": "turn_to_go", "group_key": "group_step"}}},
+        {"algorithm": {"objective": {"ratio": "turn"}}},
+        {"algorithm": {"collection": {"on_env_error": "retry"}}},
+    ],
+    ids=["gigpo", "turns", "ratios", "errors"],
+)
+def test_an_agent_with_settings_of_episodes_is_saved_and_loaded(model, settings, tmp_path):
+    agent = agent_of(model, **settings)
+    agent.save(tmp_path / "agent")
+    loaded = gw.LanguageAgent.load(tmp_path / "agent")
+    loaded.save(tmp_path / "agent")
+    again = gw.LanguageAgent.load(tmp_path / "agent")
+    assert again.cfg == agent.cfg
+    assert_equal(again.policy, agent.policy)
+    assert_equal(gw.Run.load(tmp_path / "agent").policy, agent.policy)
+    assert len(gw.sample(tmp_path / "agent", count=2, env=Guess)) == 2
+
+
 def test_a_mistake_is_named_whatever_else_only_prompts_can_have(model):
     algorithm = {"gamma": 0.5, "credit": {"returns": "return_to_go"}, "num_steps": 5}
     with pytest.raises(ConfigError, match="num_steps"):

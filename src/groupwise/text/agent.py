@@ -275,7 +275,7 @@ class LanguageAgent:
                 cfg = text_cfg(task.model_copy(update={"env": GIVEN}), algorithm, preset, given, of_run)
             except ConfigError:
                 raise error from None
-        self._build(cfg.model_copy(update={"task": task}), given, index)
+        self._build(cfg, given, index)
 
     def _build(self, cfg: TextRunCfg, given: CausalLM | None, index: int, *, restored: bool = False) -> None:
         if cfg.algorithm.groups.size == 1:
@@ -285,8 +285,9 @@ class LanguageAgent:
         aggregation = cfg.algorithm.objective.aggregation
         self._fills_length = isinstance(aggregation, FixedLengthCfg) and aggregation.max_length is None
         self._saved_cfg = cfg
-        self.cfg = cfg.model_copy(update={"algorithm": with_rewards(cfg.algorithm, (1.0,))})
-        """The settings, as those of a run."""
+        task, algorithm = cfg.task.model_copy(update={"env": None}), with_rewards(cfg.algorithm, (1.0,))
+        self.cfg = cfg.model_copy(update={"task": task, "algorithm": algorithm})
+        """The settings, as those of a run on prompts."""
         self.index = index
         self.algorithm: BaseAlgorithm = build_algorithm(self.cfg, given, Engine(), restored=restored)
         """The ``GRPO``, with the policy."""
@@ -448,7 +449,7 @@ class LanguageAgent:
         state: dict[str, Any] = {"env_steps": 0, "iteration": self.iteration, "index": self.index}
         state["algorithm"] = self.algorithm.state_dict()
         content = serialize(Checkpoint(self.policy.state_dict(), state))
-        write_checkpoint(folder.latest, content, identity_of(self.cfg, self.policy))
+        write_checkpoint(folder.latest, content, identity_of(self._saved_cfg, self.policy))
 
     @classmethod
     def load(cls, path: str | Path, model: CausalLM | None = None) -> "LanguageAgent":
@@ -468,11 +469,18 @@ class LanguageAgent:
         if "task" not in settings:
             raise ConfigError(f"{path} is a run on an environment, without a language model; fix: gw.Run.load")
         agent, cfg = cls.__new__(cls), TextRunCfg(**settings)
-        if cfg.task.has_env:  # of its turns, which a PromptEnv need not have
+        ours, task = (
+            cfg,
+            TextTaskCfg(**{name: vars(cfg.task)[name] for name in _OF_PROMPTS}),
+        )  # the rest is of a PromptEnv
+        if cfg.task.has_env and folder.metrics.exists():  # of a run's turns, which a PromptEnv need not have
             longest = cfg.task.max_turns * cfg.sampling.max_new_tokens
-            cfg = cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, longest)})
-        task = TextTaskCfg(**{name: vars(cfg.task)[name] for name in _OF_PROMPTS})  # the rest is of a PromptEnv
-        agent._build(cfg.model_copy(update={"task": task}), model, 0, restored=True)
+            ours = cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, longest)})
+        try:
+            ours = TextRunCfg.model_validate(dict(ours) | {"task": task})
+        except ValidationError:  # they are of episodes alone
+            ours = ours.model_copy(update={"task": task.model_copy(update={"env": GIVEN})})
+        agent._build(ours, model, 0, restored=True)
         saved = load_checkpoint(folder.latest, identity_of(cfg, agent.policy), agent.policy)
         load_policy(agent.policy, saved.policy, folder.latest)
         agent.algorithm.load_state_dict(saved.state["algorithm"])

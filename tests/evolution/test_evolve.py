@@ -18,7 +18,7 @@ from run_folders import same_weights
 from small_populations import PPO, SMALL, TINY, check_same, evolve, in_this_process, state
 
 import groupwise as gw
-from groupwise import cli
+from groupwise import cli, plugins
 from groupwise.config.evolution import LaunchCfg
 from groupwise.evolution.population import AddNoise, Member, Population, Round, answered, fitted, possible
 from groupwise.plugins import pickled
@@ -354,7 +354,7 @@ def test_each_member_begins_with_the_policy_that_was_given(tmp_path):
     policy = gw.ActorCritic(env.observation_space, env.action_space)
     cfg, given = read_settings("CartPole-v1", PPO, policy, None, {"num_envs": 4}, {"total_steps": 128})
     payload = pickled(given)
-    one, other = (answered(Round(0, tmp_path / name, cfg, 128, 2, 0), payload, ()) for name in "ab")
+    one, other = (answered(pickled(Round(0, tmp_path / name, cfg, 128, 2, 0)), payload, ()) for name in "ab")
     assert one == other
     assert same_weights(tmp_path / "a", tmp_path / "b")
 
@@ -365,7 +365,7 @@ def test_a_round_leaves_nothing_of_its_run_in_memory(tmp_path):
     before = {id(thing) for thing in of_runs()}  # fixtures of other tests hold policies
     gc.disable()
     try:
-        answered(Round(0, tmp_path / "run", cfg, 64, 2, 0), pickled(given), ())
+        answered(pickled(Round(0, tmp_path / "run", cfg, 64, 2, 0)), pickled(given), ())
         assert not [thing for thing in of_runs() if id(thing) not in before]
     finally:
         gc.enable()
@@ -392,6 +392,23 @@ def test_language_models_evolve(tmp_path):
     population = gw.evolve(task, {"group_size": 4}, search=search, **size, **options)
     assert all(row["status"] == "ok" and 0 <= row["mean"] <= 1 for row in population.rows())
     assert len(gw.sample(population.path / "best", "1")) == 1
+
+
+def test_members_have_what_a_plugin_registers(tmp_path, registry, monkeypatch):
+    monkeypatch.setattr("groupwise.plugins._loaded", [])
+    plugin = tmp_path / "mine.py"
+    plugin.write_text(
+        "import groupwise as gw\n"
+        "from groupwise.algorithms.ppo import PPO\n"
+        "class MineCfg(gw.PPOCfg):\n"
+        "    name: str = 'mine'\n"
+        "gw.register_algorithm(MineCfg)(type('Mine', (PPO,), {}))\n"
+        "gw.register_policy('wide')(type('Wide', (gw.ActorCritic,), {}))\n"
+    )
+    plugins.load([plugin])
+    algorithm = {"name": "mine", "num_steps": 16, "num_epochs": 1}
+    found = evolve(tmp_path / "p", 1, "CartPole-v1", algorithm, policy="wide", population=2, rounds=1, round_steps=64)
+    assert [row["status"] for row in found.rows()] == ["ok", "ok"]
 
 
 def test_workers_that_were_killed_while_idle_are_started_again(tmp_path, caplog):

@@ -24,7 +24,7 @@ class InThisProcess:
         self.size, self.busy, self.payload, self.found = count, {}, pickled(given), {}
 
     def begin(self, task):
-        self.found[task.folder] = answered(task, self.payload, ())
+        self.found[task.folder] = answered(pickled(task), self.payload, ())
         return task.folder
 
     def answers(self):

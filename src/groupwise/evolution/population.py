@@ -552,7 +552,7 @@ class Processes:
         """Send a round to an idle process or a new one."""
         for idle in [worker for worker in self._processes if worker not in self.busy]:
             with suppress(OSError):
-                idle.send(task)
+                idle.send(plugins.pickled(task))
                 return idle
             processes.kill(self._processes.pop(idle))  # it died while idle
             idle.close()
@@ -560,7 +560,7 @@ class Processes:
         args = (theirs, self._payload, tuple(plugins.loaded()), self._output)
         self._processes[worker] = processes.start(_work, *args, name="groupwise member", daemon=False)
         theirs.close()
-        worker.send(task)
+        worker.send(plugins.pickled(task))
         return worker
 
     def answers(self) -> Iterator[tuple[Any, Result | str]]:
@@ -582,17 +582,18 @@ class Processes:
             processes.kill(process)
 
 
-def answered(task: Round, payload: bytes, plugin_files: tuple[str, ...]) -> Result | str:
+def answered(task: bytes, payload: bytes, plugin_files: tuple[str, ...]) -> Result | str:
     """The result of a round, or its error, which is printed, too.
 
     Args:
+        task: the round, pickled like the payload: classes of its settings may be those of plugins.
         payload: the Python objects of the runs. Each round has its own, since training changes a policy.
     """
     try:
         torch.set_num_threads(1)
         if plugins.loaded() != [*plugin_files]:
             plugins.load([*map(Path, plugin_files)])
-        return play(task, cloudpickle.loads(payload))
+        return play(cloudpickle.loads(task), cloudpickle.loads(payload))
     except (Exception, SystemExit) as error:  # the parent decides about every kind of error
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"

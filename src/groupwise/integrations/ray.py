@@ -230,7 +230,7 @@ class RayMembers:
     def begin(self, task: Round) -> Any:
         """Start a task of Ray."""
         task = replace(task, folder=task.folder.absolute())
-        return self._play.remote(task, self._stored, tuple(plugins.loaded()), self._output, self._folder)
+        return self._play.remote(plugins.pickled(task), self._stored, tuple(plugins.loaded()), self._output, self._folder)
 
     def answers(self) -> Iterator[tuple[Any, Result | str]]:
         """Answers of tasks that ended."""
@@ -247,7 +247,7 @@ class RayMembers:
         self._connection.close()
 
 
-def _play(task: Round, payload: bytes, plugin_files: tuple[str, ...], output: str, folder: str) -> Result | str:
+def _play(task: bytes, payload: bytes, plugin_files: tuple[str, ...], output: str, folder: str) -> Result | str:
     with suppress(FileNotFoundError):  # another machine may not have it
         os.chdir(folder)  # for relative paths
     with TextIOWrapper(files.appending(Path(output)), "utf-8") as file, redirect_stdout(file), redirect_stderr(file):

@@ -136,11 +136,13 @@ def test_ranks_divide_the_first_dimension(shape, part):
 
 
 def test_models_that_are_not_planned(tmp_path):
-    from transformers import MixtralConfig
+    from transformers import MambaConfig, MixtralConfig
 
-    MixtralConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="mixture of experts"):
-        sizes_of(ModelCfg(path=str(tmp_path)))
+    kinds = {"mixture of experts": MixtralConfig(), "without attention": MambaConfig(num_hidden_layers=1)}
+    for number, (message, refused) in enumerate(kinds.items()):
+        refused.save_pretrained(tmp_path / str(number))
+        with pytest.raises(ConfigError, match=message):
+            sizes_of(ModelCfg(path=str(tmp_path / str(number))))
     with pytest.raises(ConfigError, match="no folder"):
         sizes_of(settings("./nowhere").model)
     adapters = tmp_path / "adapters"
@@ -148,6 +150,21 @@ def test_models_that_are_not_planned(tmp_path):
     (adapters / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="adapters alone"):
         sizes_of(ModelCfg(path=str(adapters)))
+
+
+def test_adapters_that_peft_refuses_are_one_clear_error(tmp_path):
+    """Its layers have attention and a state space beside it, which takes no adapters."""
+    from transformers import FalconH1Config
+
+    mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16}
+    width = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 40}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    FalconH1Config(**mamba, **width, **heads).save_pretrained(tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"lora.targets = 'all-linear': .*'out_proj' is incompatible.*; fix: names of"
+    ):
+        sizes_of(ModelCfg(path=str(tmp_path), lora=LoRACfg(r=4)))
+    assert sizes_of(ModelCfg(path=str(tmp_path), lora=LoRACfg(r=4, targets=("q_proj",)))).name == "FalconH1"
 
 
 # Memory

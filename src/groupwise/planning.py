@@ -203,7 +203,7 @@ def sizes_of(cfg: ModelCfg) -> ModelSizes:
     """The sizes of the model that ``cfg`` describes.
 
     Raises:
-        ConfigError: no such model, or one that is not planned: a mixture of experts, or saved adapters.
+        ConfigError: no such model, or one that is not planned: a mixture of experts, no transformer, or saved adapters.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -217,6 +217,8 @@ def sizes_of(cfg: ModelCfg) -> ModelSizes:
     text = config.get_text_config()
     if any(getattr(text, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
         raise ConfigError(f"{path} is a mixture of experts; plan knows dense models only; fix: a dense model")
+    if getattr(text, "num_attention_heads", None) is None:
+        raise ConfigError(f"{path} is a model without attention; plan knows transformers only; fix: a transformer")
     with torch.device("meta"):
         dtype = torch.bfloat16 if cfg.precision == "bfloat16" else torch.float32
         try:

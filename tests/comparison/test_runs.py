@@ -72,6 +72,25 @@ def test_runs_are_compared_by_their_success(runs):
     assert by_return.score == "return"
 
 
+def test_an_evaluation_without_any_success_flag_is_one_of_rate_0(runs):
+    """The last of each run, where others had the flag."""
+    told = lambda entry: entry | ({"eval/success_rate": 0.5} if entry["iteration"] < 4 else {})  # noqa: E731
+    for path in Path().glob("g/seed_*"):
+        rewrite_metrics(path, told)
+    [method] = gw.compare("g", metric="success_rate").environments[0].methods
+    assert method.scores == (0.0, 0.0, 0.0)
+    assert method.env_steps == 1000
+
+
+def test_evaluations_that_do_not_count_are_left_out_and_such_runs_are_named():
+    """Those up to iteration 2 had other settings."""
+    write_seeds(Path("g"), (8.0, 8.0), provenance={"scores_from": 2})
+    found = gw.compare("g")
+    [method] = found.environments[0].methods
+    assert method.curve.env_steps[0] == 750
+    assert any("budget or other settings: g/seed_0, g/seed_1; a part" in note for note in found.notes)
+
+
 def test_each_environment_is_a_table_of_its_own(runs):
     write_seeds(Path("a"), (-90.0, -80.0), env="Acrobot-v1")
     write_seeds(Path("b"), (-70.0, -60.0), env="Acrobot-v1", algorithm="ppo")
@@ -222,7 +241,7 @@ def test_weak_points_are_noted(runs):
     forked = {"forked_from": ["runs/first", "256"]}
     write_seeds(Path("f"), (1.0, 2.0), algorithm={"gamma": 0.4}, env="CartPole-v1", provenance=forked)
     notes = "\n".join(gw.compare([*runs, "q", "f"]).notes)
-    assert "forked, or continued with another budget: f/seed_0, f/seed_1; a part" in notes
+    assert "forked, or continued with another budget or other settings: f/seed_0, f/seed_1; a part" in notes
     assert "evaluated differently: evaluation.episodes" in notes
     assert "an environment given in Python" in notes
 

@@ -4,6 +4,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import signal
 import sys
 import time
@@ -15,7 +16,17 @@ import text_runs
 import torch
 from forked import Script
 from run_folders import same_weights
-from small_populations import PPO, SMALL, TINY, check_same, evolve, in_this_process, state
+from small_populations import (
+    PPO,
+    SMALL,
+    TINY,
+    after_first_round,
+    check_same,
+    everything,
+    evolve,
+    in_this_process,
+    state,
+)
 
 import groupwise as gw
 from groupwise import cli, plugins
@@ -186,6 +197,21 @@ def test_an_error_in_training_is_named_and_logged(tmp_path):
     with pytest.raises(gw.errors.MemberError, match="no such robot"):
         gw.evolve(make, PPO, run_dir=tmp_path / "p", workers=1, **SMALL | {"population": 2})
     assert "Traceback" in (tmp_path / "p/members.log").read_text()
+
+
+def test_a_search_without_its_python_objects_says_how_it_is_resumed(tmp_path):
+    def make(**options):
+        return gymnasium.make("CartPole-v1", **options)
+
+    path = evolve(tmp_path / "p", env=make, population=2, round_steps=64).path
+    Population.resume(path)  # nothing is left to train
+    before = everything(after_first_round(path))
+    message = re.escape(f"{path} was given env in Python; fix: ") + rf".*Population\.resume\('{path}', env=\.\.\.\)"
+    with pytest.raises(gw.errors.ConfigError, match=message):
+        Population.resume(path)
+    assert everything(path) == before
+    with in_this_process():
+        assert Population.resume(path, env=make).round == 2
 
 
 def test_on_mutation_sees_each_clone_and_may_change_it(tmp_path):

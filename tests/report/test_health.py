@@ -248,6 +248,23 @@ def test_a_run_shorter_than_its_first_episodes_has_no_trouble_with_their_ends():
     assert verdicts(examine(entries(10, **cut), goal=short))["Ends of episodes"] == "bad"
 
 
+def test_cuts_of_earlier_evaluations_are_past():
+    """An evaluation that cuts nothing logs no number of them."""
+    earlier = [entry | {"eval/cut_episodes": 20.0} for entry in entries(10)]
+    assert verdicts(examine([*earlier, *entries(10)]))["Ends of episodes"] == "good"
+    assert verdicts(examine([*entries(10), *earlier]))["Ends of episodes"] == "look"
+
+
+@pytest.mark.parametrize(
+    ("deterministic", "advice"), [(True, "evaluation.deterministic=false"), (False, "more starts, or more data")]
+)
+def test_random_actions_are_no_advice_where_evaluations_have_them(deterministic, advice):
+    goal = Goal.from_config({"env": {"id": "CartPole-v1"}, "evaluation": {"deterministic": deterministic}})
+    found = examine(entries(**{"rollout/return_mean": lambda share: 100 * share}), goal=goal)
+    [against] = [finding for finding in found if finding.title == "Evaluation against training"]
+    assert advice in against.advice
+
+
 def test_one_iteration_does_not_say_whether_evaluations_need_random_actions():
     higher = {"rollout/return_mean": lambda share: 25.0}
     assert verdicts(examine(entries(2, **higher)[:1]))["Evaluation against training"] == "good"

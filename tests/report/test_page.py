@@ -18,7 +18,7 @@ from text_runs import train as train_text
 
 import groupwise as gw
 from groupwise import cli
-from groupwise.config import resolve
+from groupwise.config import resolve, resolve_text
 from groupwise.report import folder as groups
 from groupwise.report import page as explorer
 from groupwise.report.curve import small
@@ -117,6 +117,10 @@ def test_settings_of_the_run_stand_apart(runs):
     assert settings_of(config)[0].keys() >= {"total_steps"}
     of_texts, _ = settings_of(RunFolder(runs / "text").read_config())
     assert of_texts["task.data"].endswith(' (default "")')
+    for lora in (None, {"r": 4}):  # another default learning rate
+        usual = resolve_text("grpo", model={"path": "m", "lora": lora}).model_dump(mode="json")
+        given, _ = settings_of(usual)
+        assert {name for name in given if name.startswith(("algorithm.", "sampling."))} == set()
     unknown, _ = settings_of(config | {"algorithm": {"name": "mine", "seed": 1}})
     assert unknown["algorithm.name"] == "mine"
 

@@ -97,6 +97,18 @@ def test_the_first_iteration_is_not_recorded_and_a_short_run_writes_what_there_i
         assert found == {f"iteration {number}" for number in expected}
 
 
+@pytest.mark.parametrize(
+    ("total_steps", "printed"),
+    [(30, "Profile of 2 iterations: "), (10, "no profile: no iteration ended after the first")],
+)
+def test_a_profile_says_how_many_iterations_it_has(total_steps, printed, parts, tmp_path, capsys):
+    trainer = parts.trainer(Profiler(9), total_steps=total_steps)
+    trainer.run_dir = tmp_path
+    trainer.train()
+    assert printed in capsys.readouterr().err
+    assert (tmp_path / "profile").exists() == (total_steps > 10)
+
+
 def test_videos_that_were_asked_for_and_cannot_be_are_told_once(tmp_path, caplog, pictures):
     evaluation = {"interval": 16, "episodes": 2, "video_interval": 1}
     cfg = {"algorithm": {"name": "ppo", "num_steps": 8}, "num_envs": 2, "evaluation": evaluation}

@@ -1,5 +1,6 @@
 """Success as a number to steer by: evaluation, best checkpoint, stop, resume, and what a run reports."""
 
+import dataclasses
 import json
 from functools import partial
 
@@ -18,6 +19,7 @@ from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
 from groupwise.errors import EnvError
 from groupwise.policies.base import Action
+from groupwise.report.folder import scores_of
 from groupwise.training.callbacks import Evaluate
 from groupwise.training.checkpoint import Identity, load_checkpoint
 from groupwise.training.evaluation import EvaluationResult, evaluate_policy
@@ -129,6 +131,22 @@ def test_a_run_reports_success(algorithm, tmp_path, capsys):
     print_run(run)
     printed = f"success {100 * rates[-1]:.0f} % (95 % interval {100 * low:.0f} to {100 * high:.0f}). Best"
     assert printed in capsys.readouterr().out
+
+
+def test_an_evaluation_without_any_flag_counts_as_failed_if_another_one_has_flags(tmp_path, capsys):
+    """The goal is told where it is reached, which costs return: the best evaluation never saw it, or the last one."""
+    numbers = {"eval/return_std": 1.0, "eval/episodes": 5.0}
+    best = {"iteration": 1, "env_steps": 10, "eval/return_mean": 9.0} | numbers
+    won = {"iteration": 2, "env_steps": 20, "eval/return_mean": 2.0, "eval/success_rate": 0.2} | numbers
+    found = scores_of([best, won])
+    assert (found["success_rate"], found["best_success_rate"], found["best_env_steps"]) == (0.2, 0.0, 10)
+    run = train(tmp_path / "run")
+    capsys.readouterr()
+    print_run(dataclasses.replace(run, summary=run.summary | found))
+    assert "success 20 % (95 % interval 4 to 62). Best 9.0, success 0 %, at" in capsys.readouterr().out
+    found = scores_of([won, best])
+    assert (found["success_rate"], found["best_success_rate"]) == (0.0, 0.0)
+    assert "success_rate" not in scores_of([best])
 
 
 def test_success_of_each_task_by_hand():

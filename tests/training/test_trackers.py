@@ -183,6 +183,21 @@ def test_a_slow_tracker_delays_no_iteration_and_gets_all(parts):
     assert steps == [10, 20, 30, 40, 50, 60]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_the_iteration_after_which_a_callback_failed_is_sent_once(first, parts):
+    tracker, steps = MagicMock(), []
+    tracker.log = lambda metrics, step: steps.append(step)
+
+    def fail(trainer, rollout, metrics):
+        if trainer.iteration == 3:
+            raise OSError("no room")
+
+    callbacks = [on("iteration_end", fail), Report("mine", tracker)]
+    with pytest.raises(OSError, match="no room"):
+        parts.trainer(*(callbacks if first else callbacks[::-1]), total_steps=60).train()
+    assert steps == [10, 20, 30]
+
+
 def test_iterations_that_wait_for_a_tracker_are_limited(parts, monkeypatch, caplog):
     monkeypatch.setattr(trackers, "_MAX_WAITING", 3)
     slow = MagicMock(log=lambda metrics, step: time.sleep(1.0))

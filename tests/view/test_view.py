@@ -5,12 +5,15 @@ import json
 import math
 import os
 import re
+import shutil
+import subprocess
+from pathlib import Path
 
 import pytest
 from run_folders import write_run
 from starlette.testclient import TestClient
 
-from groupwise import cli
+from groupwise import cli, report
 from groupwise.report.folder import LOCK, RunFolder
 from groupwise.report.page import progress
 from groupwise.report.view import Viewer, find_runs, matching
@@ -253,6 +256,31 @@ def test_pages_follow_the_files(root):
     with RunFolder(path).locked():
         assert "<td>training</td>" in seen("/secret/", changed)[2]
     assert (path / LOCK).is_file()
+
+
+ANSWERED = """
+const [source, status] = process.argv.slice(1), link = {textContent: ""};
+global.document = {currentScript: {dataset: {version: "1"}}, getElementById: () => link, addEventListener() {}};
+global.location = {href: ""};
+global.fetch = async () => ({ok: false, status: Number(status), text: async () => "a/b is damaged"});
+eval(require("fs").readFileSync(source, "utf8"));
+setImmediate(() => { console.log(link.textContent); process.exit(); });
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="there is no node")
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (304, "This page follows the files."),
+        (404, "Not found: the run is gone, or groupwise view was started again."),
+        (500, "a/b is damaged"),
+    ],
+)
+def test_a_page_that_the_server_refuses_says_why(status, told):
+    script = Path(report.__file__).with_name("live.js")
+    done = subprocess.run(["node", "-e", ANSWERED, script, str(status)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == told
 
 
 def test_the_depth_of_the_search_is_bounded_and_a_folder_that_is_missing_is_named(tmp_path, capsys):

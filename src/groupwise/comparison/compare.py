@@ -10,7 +10,7 @@ from groupwise.comparison.results import Comparison, Measure, Reference, RunReco
 from groupwise.config.base import flat
 from groupwise.config.run import BUDGETS, Budget, EvaluationMetric, text_subject
 from groupwise.errors import ConfigError, RunFolderError
-from groupwise.report.folder import SCORES, RunFolder
+from groupwise.report.folder import SCORES, RunFolder, evaluations_of
 
 # Methods: grouping of runs by their settings (plain data), names, and differing settings
 
@@ -107,7 +107,7 @@ class _Run(NamedTuple):
     summary: dict[str, Any]
     given: list[str]
     changed: bool
-    """Whether it was forked, or continued with another budget."""
+    """Whether it was forked, or continued with another budget or other settings."""
 
 
 def compare(
@@ -163,8 +163,8 @@ def compare(
         if changed := [str(run.path) for run in members if run.changed]:
             named = f"{', '.join(changed[:5])}{f' and {len(changed) - 5} more' if changed[5:] else ''}"
             notes.append(
-                f"{environment}: forked, or continued with another budget: {named}; a part of their training may have had "
-                "other settings than the ones compared here"
+                f"{environment}: forked, or continued with another budget or other settings: {named}; a part of their "
+                "training may have had other settings than the ones compared here"
             )
         measure: Measure = "evaluation" if all(run.points["evaluation"] for run in members) else "training"
         for label, one in methods.items():
@@ -219,7 +219,7 @@ def _read_run(path: Path, name: str | None, metric: EvaluationMetric) -> _Run:
         config.get("env", {}).get("id") or config.get("task")
     ):
         raise RunFolderError(f"{folder.config} holds no settings of a run; fix: give folders that training made")
-    metrics, budget = folder.read_metrics(), _budget(config)
+    metrics, budget = folder.read_scored(), _budget(config)
     last = metrics[-1] if metrics else {}
     done, stopped = last.get(budget.metric, 0), str(summary.get("stopped", ""))
     at = f"at {budget.unit.removesuffix('s')} {done:,} of {budget.total:,}"
@@ -236,9 +236,10 @@ def _read_run(path: Path, name: str | None, metric: EvaluationMetric) -> _Run:
     method = method_of(config) | {"given_in_python": sorted(given)}
     points: dict[Measure, list[tuple[int, float]]] = {}
     for measure, prefix in _PREFIXES.items():
-        key = f"{prefix}/{SCORES[metric]}"
-        points[measure] = [(entry["env_steps"], entry[key]) for entry in metrics if key in entry]
-    return _Run(path, name, config, method, points, summary, given, bool(known["forked_from"] or known["resumed"]))
+        key, entries = f"{prefix}/{SCORES[metric]}", evaluations_of(metrics) if measure == "evaluation" else metrics
+        points[measure] = [(entry["env_steps"], entry[key]) for entry in entries if key in entry]
+    changed = any(known[name] for name in ("forked_from", "resumed", "scores_from"))
+    return _Run(path, name, config, method, points, summary, given, changed)
 
 
 def _by_environment(runs: Sequence[_Run]) -> dict[str, list[_Run]]:

@@ -149,7 +149,14 @@ class Population:
         population = cls.load(path)
         if not allow_programs:
             check_programs(population.base, population.path / FILE)
-        return go_on(population, UserObjects.again(fields), launch, on_mutation, progress == "none")
+        given = UserObjects.again(fields)
+        missing = sorted(population._given_in_python() - given.as_arguments().keys())
+        if missing and population.round < population.cfg.rounds:
+            raise ConfigError(  # a member's own error names gw.resume, which would train it beyond its round
+                f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as in "
+                f"groupwise.evolution.population.Population.resume({str(path)!r}, {missing[0]}=...)"
+            )
+        return go_on(population, given, launch, on_mutation, progress == "none")
 
     @classmethod
     def load(cls, path: Path | str) -> "Population":
@@ -170,6 +177,12 @@ class Population:
             fix = "fix: give the folder of a population, or restore it"
             raise RunFolderError(f"{path} is no population, or {FILE} is damaged: {why}; {fix}") from error
         return found
+
+    def _given_in_python(self) -> set[str]:
+        """Names of the Python objects that the members were given; empty before one began."""
+        folders = (RunFolder(self.folder(name)) for name in self.members)
+        begun = next((folder for folder in folders if folder.config.exists()), None)
+        return set() if begun is None else {*begun.read_provenance()["given_in_python"]}
 
     def _check(self, count: int) -> None:
         """Raise a ``ValueError`` if no search of these settings leaves such a state with ``count`` members on disk."""

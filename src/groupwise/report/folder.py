@@ -443,8 +443,7 @@ def scores_of(metrics: list[dict[str, Any]], metric: EvaluationMetric = "return"
     scores["seconds"] = last.get("time/total_seconds", 0.0)
     if without_gradient := sum(entry.get("train/grad_norm") == 0 for entry in metrics):
         scores["updates_without_gradient"] = without_gradient
-    evaluations = [entry for entry in metrics if "eval/return_mean" in entry]
-    if evaluations:
+    if evaluations := evaluations_of(metrics):
         key = f"eval/{SCORES[metric]}"
         final, best = evaluations[-1], max(evaluations, key=lambda entry: float(entry.get(key, -math.inf)))
         mean, episodes = final["eval/return_mean"], int(final.get("eval/episodes", 0))
@@ -461,6 +460,13 @@ def scores_of(metrics: list[dict[str, Any]], metric: EvaluationMetric = "return"
     if "rollout/success_rate" in last:
         scores["training_success_rate"] = last["rollout/success_rate"]
     return scores | {"training_return_mean": last.get("rollout/return_mean")}
+
+
+def evaluations_of(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The entries with an evaluation. Where some have a success rate, it is 0 in the others: no episode had the flag."""
+    found = [entry for entry in metrics if "eval/return_mean" in entry]
+    absent = {"eval/success_rate": 0.0} if any("eval/success_rate" in entry for entry in found) else {}
+    return [{**absent, **entry} for entry in found]
 
 
 def interval_of(entry: Mapping[str, Any], score: str = "return_mean") -> tuple[float, float] | None:

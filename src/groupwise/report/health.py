@@ -41,6 +41,8 @@ class Goal(NamedTuple):
     """Decisions of an episode, as ``eval/length_mean`` counts them."""
     steps: int | None = None
     """Environment steps until all rows have ended an episode, at the latest."""
+    samples: bool = False
+    """Whether evaluations sample actions, as training does."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> "Goal":
@@ -49,11 +51,12 @@ class Goal(NamedTuple):
 
         env = config.get("env", {})
         spec = gymnasium.registry.get(str(env.get("id")))
+        samples = config.get("evaluation", {}).get("deterministic") is False
         if spec is None:
-            return cls(None, *_decisions(env.get("max_episode_steps"), env))
+            return cls(None, *_decisions(env.get("max_episode_steps"), env), samples)
         limit = env.get("max_episode_steps") or spec.max_episode_steps
         is_registered = limit == spec.max_episode_steps and not env.get("kwargs")  # otherwise it is another task
-        return cls(spec.reward_threshold if is_registered else None, *_decisions(limit, env))
+        return cls(spec.reward_threshold if is_registered else None, *_decisions(limit, env), samples)
 
     def reached(self, metrics: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
         """Whether the last evaluation solves the task, and the rule that says so; without a rule, the text is empty."""
@@ -117,6 +120,10 @@ class Metrics:
         self.evaluations = [entry for entry in entries if SCORE in entry]
         self.interval = (interval_of(self.evaluations[-1]) if self.evaluations else None) or (math.nan, math.nan)
         """95 % interval of the last evaluation."""
+        self.cut = float(self.evaluations[-1].get("eval/cut_episodes", 0)) if self.evaluations else 0.0
+        """Episodes that the last evaluation cut."""
+        self.samples = goal.samples
+        """Whether evaluations sample actions, as training does."""
         self.solved = goal.reached(entries)[0]
         """Whether the last evaluation solves the task."""
         self.entries = [
@@ -205,6 +212,11 @@ def _got_worse(m: Metrics, v: Series) -> bool:
     return fell and any(m["train/grad_norm"].values or [1])
 
 
+def _falls_short(m: Metrics, v: Series) -> bool:
+    """Whether the interval of the last evaluation ends far below the return of training."""
+    return v.late - m.interval[1] > 0.3 * m.span > 0
+
+
 SOLVED: tuple[Condition, str] = (lambda m, v: m.solved, "The task is solved.")
 
 
@@ -215,9 +227,9 @@ RULES = (  # causes go before their consequences
          "to it. If the return cannot be higher, the task is solved. Else the reward does not depend on the policy."),
     ), excuses=(SOLVED,)),
     Rule("Ends of episodes", ("rollout/episodes",), "{v.sum:,.0f} episodes ended in training.", bad=lambda m, v: v.sum == 0, sick=(
-        (lambda m, v: v.sum == 0 or m["eval/cut_episodes"].last > m["eval/episodes"].last / 2,
+        (lambda m, v: v.sum == 0 or m.cut > m["eval/episodes"].last / 2,
          "Episodes do not end, or evaluations cut them: set env.max_episode_steps, or end episodes in step()."),
-    ), excuses=((lambda m, v: m.is_short and not m["eval/cut_episodes"].last > 0, "Training was shorter than a full episode in each environment."),)),
+    ), excuses=((lambda m, v: m.is_short and m.cut == 0, "Training was shorter than a full episode in each environment."),)),
     Rule("KL of an update", (KL, STEPS), "It moves the policy by {m.kl:.2g} nats.", bad=lambda m, v: m.kl > FAR, sick=(
         (lambda m, v: m.kl > 0.05, "Lower learning_rate, fewer num_epochs, or target_kl such as 0.02."),
         (lambda m, v: m.kl < 1e-5, "The policy hardly moves: a higher learning_rate."),
@@ -267,7 +279,8 @@ RULES = (  # causes go before their consequences
     )),
     Rule("Evaluation against training", (RETURN, SCORE),
          "Sampled in training {v.late:.4g}, last evaluation {m[eval/return_mean].last:.4g}.", draws=2, sick=(
-        (lambda m, v: v.late - m.interval[1] > 0.3 * m.span > 0, "The policy may need random actions: evaluation.deterministic=false."),
+        (lambda m, v: m.samples and _falls_short(m, v), "It may do worse where it never trained: more starts, or more data."),
+        (_falls_short, "The policy may need random actions: evaluation.deterministic=false."),
     )),
     Rule("Last against best", (SCORE, "eval/return_std", "eval/episodes"), "Last {v.last:.4g}, best {v.max:.4g}.", sick=(
         (_got_worse, "The policy got worse; the best one is in checkpoints/best. A lower learning_rate, or target_kl."),

@@ -15,7 +15,9 @@
         take(new DOMParser().parseFromString(await response.text(), "text/html"));
         version = response.headers.get("ETag");
       }
-      link.textContent = "This page follows the files.";
+      link.textContent = response.ok || response.status === 304 ? "This page follows the files."
+        : response.status === 404 ? "Not found: the run is gone, or groupwise view was started again."
+        : await response.text();
     } catch {
       link.textContent = "No connection: groupwise view has ended, or does not answer.";
     }

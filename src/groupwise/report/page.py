@@ -18,9 +18,9 @@ from pydantic import BaseModel, ValidationError
 
 from groupwise import plugins
 from groupwise import system as files
-from groupwise.config import resolve
+from groupwise.config import resolve, resolve_text
 from groupwise.config.base import flat
-from groupwise.config.run import BUDGETS, TextRunCfg
+from groupwise.config.run import BUDGETS
 from groupwise.errors import ConfigError
 from groupwise.report.curve import curve_svg, small
 from groupwise.report.folder import (
@@ -462,8 +462,8 @@ def settings_of(config: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, st
     name, usual, given, others = config["algorithm"]["name"], dict[str, Any](), {}, {}
     with suppress(ConfigError, KeyError, ValidationError):  # an algorithm of a plugin that is not loaded
         is_text = "task" in config
-        of_texts = {"algorithm": {"name": name}}
-        cfg = TextRunCfg.model_validate(of_texts) if is_text else resolve(config["env"]["id"], name)
+        adapters = bool(config.get("model", {}).get("lora"))
+        cfg = resolve_text(name, adapters=adapters) if is_text else resolve(config["env"]["id"], name)
         usual = flat(cfg.model_dump(mode="json"))
     for key, value in flat(dict(config)).items():
         if key in usual and usual[key] == value:

@@ -185,7 +185,7 @@ def with_adapters(model: Any, cfg: LoRACfg) -> nn.Module:
     """The model with fresh LoRA adapters in float32 by peft; everything else is frozen.
 
     Raises:
-        ConfigError: a target that is no linear layer, or the output head.
+        ConfigError: a target that is no linear layer, the output head, or a layer that peft refuses.
     """
     require_extra("peft", "text")
     with _quiet_peft():
@@ -211,8 +211,13 @@ def with_adapters(model: Any, cfg: LoRACfg) -> nn.Module:
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),  # GPT-2's transposed layers
         task_type="CAUSAL_LM",
     )
-    with _quiet_peft():
-        adapted: nn.Module = get_peft_model(model, lora)
+    try:
+        with _quiet_peft():
+            adapted: nn.Module = get_peft_model(model, lora)
+    except ValueError as error:  # some layers of Mamba
+        raise ConfigError(
+            f"lora.targets = {cfg.targets!r:.100}: {in_short(error)}; fix: names of other layers"
+        ) from None
     return adapted
 
 

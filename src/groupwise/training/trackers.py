@@ -48,9 +48,11 @@ class Report(Callback):
         self._seconds = _SECONDS_TO_CLOSE
         self._waiting: Queue[tuple[dict[str, float], int] | None] = Queue(_MAX_WAITING)
         self._thread: Thread | None = None
+        self._sent = 0
 
     def on_training_start(self, trainer: Trainer) -> None:
-        """Begin."""
+        """Begin after the iterations of a resumed run."""
+        self._sent = trainer.iteration
         self._thread = Thread(target=self._work, args=(trainer.env_steps,), name=f"groupwise {self.name}", daemon=True)
         self._thread.start()
         if trainer.metrics:  # of an evaluation that was made up for
@@ -58,10 +60,17 @@ class Report(Callback):
 
     def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Leave the metrics to the tracker's thread."""
-        self._put((dict(metrics), trainer.env_steps))
+        self.on_training_end(trainer)
+
+    def on_training_end(self, trainer: Trainer) -> None:
+        """Send the last complete iteration, unless it is sent."""
+        if trainer.iteration != self._sent:
+            self._sent = trainer.iteration
+            self._put((dict(trainer.metrics), trainer.env_steps))
 
     def on_interrupt(self, trainer: Trainer) -> None:
-        """Wait less: the user interrupts."""
+        """Send the iteration after which a callback failed, and wait less: the user interrupts."""
+        self.on_training_end(trainer)
         self._seconds = _SECONDS_AFTER_INTERRUPT
 
     def close(self) -> None:
@@ -195,6 +204,7 @@ class Profiler(Callback):
         require_count("iterations", iterations)
         self.iterations = iterations
         self._profile: torch.profiler.profile | None = None
+        self._recorded = -1  # the first iteration is the warm-up
         self._suffix = ""
 
     def on_training_start(self, trainer: Trainer) -> None:
@@ -210,17 +220,22 @@ class Profiler(Callback):
     def on_iteration_end(self, trainer: Trainer, rollout: TensorDict, metrics: dict[str, float]) -> None:
         """Go on to the next iteration; after the last one to record, write."""
         if self._profile is not None:
+            self._recorded += 1
             self._profile.step()
 
     def close(self) -> None:
         """Write the recorded part, if training ended earlier."""
         if self._profile is not None:
             self._profile.stop()
+            if self._recorded < 1:
+                show("no profile: no iteration ended after the first, the warm-up; fix: train longer", to="stderr")
 
     def _write(self, profile: torch.profiler.profile) -> None:
+        if self._recorded < 1:
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         trace = self._folder / f"trace{self._suffix}.json"
         profile.export_chrome_trace(str(trace))
         table = profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=40)
         (self._folder / f"operators{self._suffix}.txt").write_text(table, encoding="utf-8")
-        show(f"Profile of {self.iterations} iterations: {trace} (open it in https://ui.perfetto.dev)", to="stderr")
+        show(f"Profile of {self._recorded} iterations: {trace} (open it in https://ui.perfetto.dev)", to="stderr")

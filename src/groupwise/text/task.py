@@ -271,7 +271,12 @@ def demonstration(example: Example) -> Example:
             f"{where} goes on with {', '.join(message['role'] for message in turns)}; expected the assistant's messages, with one answer "
             "between two of them, and calls of tools as their text; fix: the row"
         )
-    return Example(prompt, columns, turns=turns)
+    start = example.start
+    if start is not None and start.options is not None:  # a tool's episode begins with the prompt, not the answers
+        row = {name: prompt if value is example.prompt else value for name, value in start.options.items()}
+        row.pop("completion", None)
+        start = start._replace(options=row)
+    return Example(prompt, columns, start=start, turns=turns)
 
 
 # Encoding of prompts, decoding of completions

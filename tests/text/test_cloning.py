@@ -322,6 +322,39 @@ def test_a_clone_answers_right_and_grpo_begins_with_it(model, tmp_path):
     assert resumed.metrics()[-1]["rollout/return_mean"] > 0.8
 
 
+def test_held_out_prompts_of_demonstrations_are_completed_with_a_tool(tmp_path):
+    """The tool's episode begins with the prompt alone, also where the row has the whole conversation."""
+    model = save_model(tmp_path / "model", chat=True, positions=128)
+    asked = []
+
+    def seen(prompts, completions, **columns):
+        asked.extend(prompts)
+        return [0.0] * len(prompts)
+
+    rows = [{"messages": [{"role": "user", "content": str(n)}, *TURNS]} for n in range(3)]
+    task = {
+        "prompt_column": "messages",
+        "reward": seen,
+        "tool": lambda text: "4",
+        "max_turns": 2,
+        "eval_data": rows[2:],
+    }
+    run = clone(rows[:2], model, tmp_path / "run", task=task, total_iterations=1, total_steps=None, num_prompts=2)
+    assert run.metrics()[-1]["eval/return_mean"] == 0
+    assert asked == [[{"role": "user", "content": "2"}]]
+
+
+def test_demonstrations_of_a_held_out_prompt_are_dropped_whatever_they_answer(tmp_path):
+    model = save_model(tmp_path / "model", chat=True, positions=128)
+    rows = [
+        {"messages": [{"role": "user", "content": n}, {"role": "assistant", "content": a}]}
+        for n, a in ("12", "24", "15")
+    ]
+    task = {"prompt_column": "messages", "eval_data": rows[2:]}
+    with pytest.warns(UserWarning, match="1 of 2 training prompts are in the evaluation data: dropped"):
+        clone(rows[:2], model, tmp_path / "run", task=task, total_iterations=1, total_steps=None, num_prompts=1)
+
+
 def test_weights_come_from_a_run_or_a_checkpoint_and_a_critic_begins_afresh(model, tmp_path, capsys):
     run = clone(PLAIN, model, tmp_path / "clone", total_steps=40, algorithm={"learning_rate": 1e-2})
     task = gw.TextTask(["12", "3"], reward=lambda completions, **columns: [float(len(c)) for c in completions])

@@ -22,6 +22,7 @@ from groupwise.errors import EnvError
 from groupwise.plugins import TEXT_ENVS
 from groupwise.text.envs import TextEnvs, TextEpisode, check_text_starts
 from groupwise.text.task import Start
+from groupwise.text.tool_env import make_text_env
 
 
 class ByRandom(Guess):
@@ -285,6 +286,25 @@ def test_starts_are_checked_again_where_errors_of_environments_are_allowed(model
         train(task(lambda: Fails(itertools.count(), range(10**6))), model, tmp_path / "always", cfg, **settings)
     with pytest.raises(EnvError, match=r"^Fails\.step\(\) raised OSError"):
         train(task(functools.partial(Fails, itertools.count(), (3,))), model, tmp_path / "raise", **settings)
+
+
+@pytest.mark.parametrize("how", ["raise", "drop", "retry"])
+def test_an_instance_that_cannot_be_made_is_an_error_of_the_environment(how):
+    calls = itertools.count()
+
+    def make():
+        if next(calls) == 1:
+            raise ConnectionError("no container")
+        return Guess()
+
+    envs = TextEnvs(make, "fresh", threads=1, on_error=how)
+    if how == "raise":
+        with pytest.raises(EnvError, match=r"making the environment raised ConnectionError: no container\nfix: "):
+            envs.open(Start(0), 2)
+    else:
+        episodes, _ = envs.open(Start(0), 2)
+        assert [episode.counts["env_errors"] for episode in episodes] == [0, 1]
+    envs.close()
 
 
 class Look(gw.Callback):
@@ -644,9 +664,22 @@ def test_an_environment_is_found_by_its_name_also_in_a_file(model, tmp_path):
         del TEXT_ENVS[name]
 
 
+def test_a_registered_function_makes_the_environment():
+    @gw.register_text_env("test/Function-v0")
+    def make(turns: int = 3):
+        return Guess(turns)
+
+    try:
+        cfg = TextTaskCfg(env="test/Function-v0", env_kwargs={"turns": 2})
+        assert make_text_env(cfg)().turns == 2
+    finally:
+        del TEXT_ENVS["test/Function-v0"]
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
+        ({"env": "x", "eval_data": "rows.jsonl"}, "eval_data has no effect without data: held-out episodes have seeds"),
         ({"env": "x", "tool": "calculator"}, "env='x' and tool='calculator' both answer the model"),
         ({"env_kwargs": {"a": 1}}, "has no effect without an environment; fix: env="),
         ({"start_mode": "seed"}, "start_mode='seed' has no effect without an environment"),

@@ -1,7 +1,9 @@
 """Training on completions of servers: equal to the native generator, and what faults and restarts do."""
 
 import itertools
+import os
 import shutil
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,7 @@ from at_events import on
 from text_runs import Count, copying, logged, same_weights, train, weights
 from tiny_models import moved, tiny_model
 from two_ranks import TwoThreads, in_two_threads
-from vllm_double import VLLMDouble, python_of_double, python_of_files
+from vllm_double import GENERATE, VLLMDouble, python_of_double, python_of_files
 
 import groupwise as gw
 from groupwise import serving as http
@@ -420,6 +422,26 @@ def test_failures_of_calls_count_for_their_thread_alone():
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(fail).result() == 1
     assert client.failures == 0
+
+
+def test_an_interrupt_does_not_wait_for_a_rollout(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(http, "_HEALTH_INTERVAL", 60.0)
+    began = []
+
+    def interrupt(double):
+        while double.faults[GENERATE]:
+            time.sleep(0.01)
+        began.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with VLLMDouble(model) as double:
+        double.seconds_of_a_hang, double.faults[GENERATE] = 60.0, ["hang"]
+        generate = served(model, tmp_path, double)
+        with ThreadPoolExecutor(1) as pool, pytest.raises(KeyboardInterrupt):
+            pool.submit(interrupt, double)
+            generate([[4]], torch.tensor([[1]]), SamplingCfg(max_new_tokens=1))
+        generate.close()
+        assert time.monotonic() - began[0] < 10
 
 
 def test_an_interrupt_does_not_wait_for_servers_that_load_weights(model, tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ from vllm_double import VLLMDouble
 import groupwise as gw
 from groupwise.config.run import TextTaskCfg
 from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.plugins import TEXT_ENVS
 from groupwise.text import rewards, tool_env, tools
 from groupwise.text.calls import Call
 from groupwise.text.collector import Dialogue, Transcript, verified_envs, write
@@ -386,6 +387,30 @@ def test_a_class_without_tools_is_checked_by_turns_without_calls():
 
     report = check_text_env(make_text_env(TextTaskCfg(env="<given in Python>"), Asks))
     assert (report.mode, report.turns) == ("seed", 3)
+
+
+def test_blocks_of_text_are_one_text_before_what_reset_returns():
+    prompt = [{"role": "user", "content": [{"type": "text", "text": "Play"}, {"type": "text", "text": " a game."}]}]
+    env = ToolEnv(Wordle())
+    observation, _ = env.reset(seed=0, options={"prompt": prompt, "word": "crane"})
+    assert observation == ({"role": "user", "content": "Play a game.Guess a word of five letters."},)
+
+
+def test_classes_without_a_reward_add_none_whatever_names_them():
+    def unsure(completions, **columns):
+        return [None] * len(completions)
+
+    rows = [{"prompt": "?", "environment": "a"}]
+    gw.register_text_env("test/Echo-v0")(Echo)
+    try:
+        for env, data in ((Echo, "rows.jsonl"), ({"a": Echo}, rows), ("test/Echo-v0", "rows.jsonl")):
+            assert gw.TextTask(data, env=env, reward=unsure).rewards().names == ("unsure",)
+        assert gw.TextTask(rows, env={"a": Echo, "b": Wordle}, reward=unsure).rewards().names == (
+            "environment",
+            "unsure",
+        )
+    finally:
+        del TEXT_ENVS["test/Echo-v0"]
 
 
 def test_what_an_episode_does_to_its_row_is_its_own():

@@ -304,6 +304,10 @@ class TextTaskCfg(Cfg):
         gym, gym_eval = self.data.startswith(GYM), (self.eval_data or "").startswith(GYM)
         if self.env and (gym or gym_eval):
             raise ValueError(f"env={self.env!r} takes no prompts of reasoning-gym; fix: no data, or rows of a file")
+        if self.by_seeds and self.eval_data is not None:
+            raise ValueError(
+                "eval_data has no effect without data: held-out episodes have seeds; fix: data, or leave it out"
+            )
         unread = {} if gym or self.by_seeds else self.changed("data_size")
         unread |= {} if gym_eval or self.by_seeds else self.changed("eval_size")
         for name, value in (unread | ({} if gym or gym_eval else self.changed("data_kwargs"))).items():

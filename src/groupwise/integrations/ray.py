@@ -230,7 +230,9 @@ class RayMembers:
     def begin(self, task: Round) -> Any:
         """Start a task of Ray."""
         task = replace(task, folder=task.folder.absolute())
-        return self._play.remote(plugins.pickled(task), self._stored, tuple(plugins.loaded()), self._output, self._folder)
+        return self._play.remote(
+            plugins.pickled(task), self._stored, tuple(plugins.loaded()), self._output, self._folder
+        )
 
     def answers(self) -> Iterator[tuple[Any, Result | str]]:
         """Answers of tasks that ended."""

@@ -42,7 +42,7 @@ from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
-from groupwise.text.task import Example, PromptEncoder, Start, TextTask, demonstration
+from groupwise.text.task import Example, PromptEncoder, Start, TextTask, demonstration, without_overlap
 from groupwise.text.tool_env import env_of
 from groupwise.training.build import Components, UserObjects, algorithm_class, check_rollout_fits, pick_device
 from groupwise.training.callbacks import CheckSamplerMismatch
@@ -226,6 +226,8 @@ def _cloning_components(
     """The components of a run that clones completions."""
     train, held_out = task.load()
     demos = [[demonstration(example) for example in part] for part in (train, held_out)]
+    if cfg.task.eval_overlap != "keep" and cfg.task.env is None:  # conversations may differ only after the prompt
+        demos[0] = without_overlap(*demos)
     algorithm = build_algorithm(cfg, given.policy, engine, restored=restored)
     policy = policy_to_train(algorithm)
     encoder, stops = PromptEncoder(policy.tokenizer, cfg.task), list(policy.sampling.stop)

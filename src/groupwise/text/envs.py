@@ -98,8 +98,16 @@ Makes = MakeTextEnv | Mapping[str, MakeTextEnv]
 
 
 def make_for(make: Makes, start: Start) -> TextEnv:
-    """An instance of the environment that the episode is of."""
-    return make[start.environment]() if isinstance(make, Mapping) else make()
+    """An instance of the environment that the episode is of; an ``EnvError`` if making it fails."""
+    try:
+        return make[start.environment]() if isinstance(make, Mapping) else make()
+    except GroupwiseError:
+        raise
+    except Exception as error:
+        raise EnvError(
+            f"making the environment raised {type(error).__name__}: {error}\nfix: its constructor; if it fails now and then, "
+            "collection.on_env_error='retry' or 'drop'"
+        ) from error
 
 
 # Episodes, whose process-wide generators are their own
@@ -430,12 +438,14 @@ class TextEnvs:
         return episodes, prompts
 
     def _begin(self, start: Start) -> TextEpisode:
-        episode = TextEpisode(self._take(start), self.kept, self.seconds)
+        episode = None
         try:
+            episode = TextEpisode(self._take(start), self.kept, self.seconds)
             with self._room:
                 episode.reset(start)
         except EnvError as error:
-            self.release(episode, failed=True)
+            if episode is not None:
+                self.release(episode, failed=True)
             if self.on_error == "raise":
                 raise
             log.warning("%s; it is tried again in another instance", error)

@@ -220,8 +220,14 @@ def _iteration(version: str) -> int:
 
 def _at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
     """Results of ``work`` for each item, called in threads."""
-    with ThreadPoolExecutor(min(len(items), _AT_ONCE)) as pool:
+    pool, wait = ThreadPoolExecutor(min(len(items), _AT_ONCE)), True
+    try:
         return list(pool.map(work, items))
+    except KeyboardInterrupt:  # what was trained is saved at once; close() ends the calls
+        wait = False
+        raise
+    finally:
+        pool.shutdown(wait, cancel_futures=True)
 
 
 def _ask(asked: tuple[VLLMServer, GroupRequest]) -> list[Answer] | LostWeightsError:

@@ -25,6 +25,7 @@ from groupwise.config.base import GIVEN, OTHER_NAMES, refuse_unknown
 from groupwise.config.policy import ModelCfg
 from groupwise.config.run import GYM, RewardCfg, TextRunCfg, TextTaskCfg
 from groupwise.errors import ConfigError, DataError, UnknownNameError, nearest, require_extra
+from groupwise.plugins import TEXT_ENVS
 from groupwise.seeding import derive_seed
 from groupwise.text.builtin_rewards import check_gym_task
 from groupwise.text.calls import PROBE, Call, CallForm, Schema, call_form, describe
@@ -271,7 +272,12 @@ def demonstration(example: Example) -> Example:
             f"{where} goes on with {', '.join(message['role'] for message in turns)}; expected the assistant's messages, with one answer "
             "between two of them, and calls of tools as their text; fix: the row"
         )
-    return Example(prompt, columns, turns=turns)
+    start = example.start
+    if start is not None and start.options is not None:  # a tool's episode begins with the prompt, not the answers
+        row = {name: prompt if value is example.prompt else value for name, value in start.options.items()}
+        row.pop("completion", None)
+        start = start._replace(options=row)
+    return Example(prompt, columns, start=start, turns=turns)
 
 
 # Encoding of prompts, decoding of completions
@@ -661,9 +667,10 @@ class TextTask:
         return RewardSet(made, on_nonfinite, self.cfg.reward_timeout)
 
     def _rewards_nothing(self) -> bool:
-        """Whether the environment is a class of TRL's that has no reward of its own."""
-        env = self.given["env"]
-        return inspect.isclass(env) and not hasattr(env, "step") and not hasattr(env, "get_reward")
+        """Whether the environments are classes of TRL's that have no reward of their own."""
+        env = self.given["env"] if self.cfg.env == GIVEN else TEXT_ENVS.get(self.cfg.env or "")
+        several = env.values() if isinstance(env, Mapping) else [env]
+        return all(inspect.isclass(one) and not {"step", "get_reward"} & {*dir(one)} for one in several)
 
     def _examples(self, name: Literal["data", "eval_data"], least: int = 0) -> list[Example]:
         cfg, source = self.cfg, vars(self.cfg)[name]

@@ -19,7 +19,7 @@ from groupwise.plugins import TEXT_ENVS, TEXT_GAMES
 from groupwise.text.calls import Call, Schema, read_calls
 from groupwise.text.envs import Makes, Observation, TextEnv
 from groupwise.text.rewards import Message, Prompt, awaited, make_registered
-from groupwise.text.task import TextTask
+from groupwise.text.task import TextTask, read_prompt
 from groupwise.text.tools import TOOLS, AnyTool, IsolatedTool, Tool, ask, make_tool
 
 # Tools
@@ -146,6 +146,8 @@ class ToolEnv(TextEnv):
                 several.begin(seed or 0)
         self._bind()
         prompt, observation = row.get(self._column), None
+        if prompt is not None:
+            prompt = read_prompt(f"the column {self._column!r}", prompt)
         if self.made is not None:
             observation = awaited(self.made.reset(**row))
         parts = observation if isinstance(observation, list) else []
@@ -352,6 +354,8 @@ def make_text_env(
                 name = make.__name__
                 raise ConfigError(f"the environment {name}: {error}; fix: env=lambda: {name}(...)") from None
         one = make()
+        if isinstance(one, partial):  # a registered function with its settings
+            one = one()
         if not isinstance(one, TextEnv):
             return ToolEnv(one, **settings)
         if functions:

@@ -12,8 +12,12 @@ def of_task(task, *successes):
 
 
 def test_counts_are_summed_extremes_kept_and_means_weighted_by_episodes():
-    names = [f"rollout/{name}" for name in ("episodes", "length_max", "length_min", "return_mean", "unscorable")]
-    first, second, pooled = (3.0, 9.0, 2.0, 10.0), (1.0, 5.0, 1.0, 2.0, 2.0), (4.0, 9.0, 1.0, 8.0, 2.0)
+    names = [
+        f"rollout/{name}"
+        for name in ("episodes", "length_max", "length_min", "return_mean", "unscorable", "starts_apart")
+    ]
+    first, second = (3.0, 9.0, 2.0, 10.0), (1.0, 5.0, 1.0, 2.0, 2.0, 1.0)
+    pooled = (4.0, 9.0, 1.0, 8.0, 2.0, 1.0)
     ranks = [(episodes(3), dict(zip(names, first, strict=False))), (episodes(1), dict(zip(names, second, strict=True)))]
     assert pool_metrics(ranks) == dict(zip(names, pooled, strict=True))
 

@@ -135,6 +135,7 @@ def played(*means, std=0.0, length=200.0, **more):
         ([{"rollout/return_mean": -210.0}, *played(-200.0)[1:]], Goal(None, 200), False),  # alive, but all steps cost
         (played(50.0, std=9.0, **{"eval/success_rate": 1.0}), Goal(), True),
         (played(50.0, std=9.0, **{"eval/pass_at_1": 0.99}), Goal(), False),
+        ([*played(90.0, **{"eval/success_rate": 1.0}), *played(200.0)], Goal(None, 200), False),  # none had the flag
         ([], Goal(475.0), False),
     ],
 )

@@ -101,7 +101,8 @@ def test_a_function_of_one_completion_gets_its_own_tokens_and_the_text_of_a_conv
 
     messages = [[{"role": "assistant", "content": text}] for text in "23"]
     score(reward_set(reward), messages, [(USER,)] * 2, columns={"level": [3, 4], "other": [4, 4]})
-    assert seen == [("2", [USER], [0], 3, {}), ("3", [USER], [1], 4, {})]
+    rest = {"other": 4, "question": [USER]}
+    assert seen == [("2", [USER], [0], 3, rest), ("3", [USER], [1], 4, rest)]
 
 
 def test_a_function_that_changes_its_arguments_does_not_change_the_data():

@@ -71,7 +71,8 @@ MakeActor: TypeAlias = Callable[[Policy], Callable[..., Action]]
 StepHook: TypeAlias = Callable[[Tensor, EnvStep], None]
 
 COUNTS = frozenset(
-    f"rollout/{name}" for name in ("env_steps", "episodes", "env_errors", "groups", "filtered_groups", "unscorable")
+    f"rollout/{name}"
+    for name in ("env_steps", "episodes", "env_errors", "groups", "filtered_groups", "unscorable", "starts_apart")
 )
 """Metrics that are summed over ranks."""
 

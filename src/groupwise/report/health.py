@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from groupwise import plugins
-from groupwise.report.folder import RunFolder, interval_of, kept_iterations, read_groups
+from groupwise.report.folder import RunFolder, evaluations_of, interval_of, kept_iterations, read_groups
 
 Verdict = Literal["good", "look", "bad"]
 WORDS: dict[Verdict, str] = {"good": "good", "look": "look", "bad": "trouble"}  # as people read them
@@ -61,7 +61,7 @@ class Goal(NamedTuple):
     def reached(self, metrics: Sequence[Mapping[str, Any]]) -> tuple[bool, str]:
         """Whether the last evaluation solves the task, and the rule that says so; without a rule, the text is empty."""
         returns = [entry[key] for key in (RETURN, SCORE) for entry in metrics if key in entry]
-        last: Mapping[str, Any] = next((entry for entry in reversed(metrics) if SCORE in entry), {})
+        last: Mapping[str, Any] = (evaluations_of(metrics) or [{}])[-1]
         interval = interval_of(last) if last else None
         if interval is None:
             return False, ""

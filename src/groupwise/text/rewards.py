@@ -286,7 +286,7 @@ class RewardFunction:
             for text in keywords["completions"]
         ]
         given = {"question": prompts} | columns | {"completion": texts, "prompt": prompts}
-        names = [name for name in given if name in self.names]
+        names = [name for name in given if name in self.names or (self._takes_all and name not in self._bound)]
         rows = zip(*(given[name] for name in names), strict=True)
         scores = [self.call(**dict(zip(names, row, strict=True))) for row in rows]
         return _gather(scores) if self.is_async else scores

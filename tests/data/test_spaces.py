@@ -110,6 +110,11 @@ def test_a_box_without_numbers_is_refused():
         obs_spec(spaces.Dict({"a": BOX, "b": spaces.Box(-1, 1, (2, 0))}))
 
 
+def test_keys_that_are_no_strings_are_refused():
+    with pytest.raises(UnsupportedSpaceError, match="has the key 0, expected a string; fix: '0'"):
+        obs_spec(spaces.Dict({"a": spaces.Dict({0: BOX})}))
+
+
 def test_wrong_shape_names_leaf_and_expectation():
     with pytest.raises(DataError, match=r"obs has shape \[2\], expected \[3\] for one observation or \[B, 3\]"):
         obs_to_tensor(BOX, np.zeros(2), batched=False)

@@ -14,7 +14,7 @@ from groupwise.config.policy import PolicyCfg
 from groupwise.config.run import EnvCfg
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.embodied.vla import ChunkActorCritic
-from groupwise.envs.gymnasium import ActionChunk
+from groupwise.envs.gymnasium import ActionChunk, RandomNoops
 from groupwise.envs.make import make_env
 from groupwise.errors import ConfigError, EnvError
 from groupwise.policies.actor_critic import ActorCritic
@@ -196,6 +196,34 @@ def test_only_the_last_observation_of_a_decision_is_drawn(end, last, size):
     env.unwrapped.draws = False  # as the check of starts does
     assert env.step(action)[0]["image"] is None
     assert env.unwrapped.drawn == 2
+
+
+@pytest.mark.parametrize(("end", "last"), [(7, 3), (2, 2)])
+@pytest.mark.parametrize("limit", [False, True])
+def test_wrappers_see_the_last_image_of_a_decision(end, last, limit):
+    def inverted(obs):
+        return {"image": 255 - obs["image"]}
+
+    def renamed(obs):
+        return {"pixels": obs["image"][:, 0, 0, 0]}
+
+    pixels = gym.spaces.Dict(pixels=gym.spaces.Box(0, 255, (1,), np.uint8))
+    for change, space, key in ((inverted, Drawing.observation_space, "image"), (renamed, pixels, "pixels")):
+        inner = gym.wrappers.TimeLimit(Drawing(9), end) if limit else Drawing(end)
+        env = ActionChunk(gym.wrappers.TransformObservation(inner, change, space), 3)
+        env.reset(seed=0)
+        seen = env.step(np.zeros((3, 2), np.float32))[0]
+        assert seen.keys() == {key}
+        assert int(seen[key].max()) == (255 - last if change is inverted else last)
+
+
+def test_wrappers_that_leave_observations_alone_draw_one_image():
+    inner = gym.wrappers.TransformReward(gym.wrappers.OrderEnforcing(Drawing()), lambda reward: -reward)
+    env = ActionChunk(RandomNoops(gym.wrappers.TimeLimit(inner, 50), 1), 3)
+    env.reset(seed=0)
+    before = env.unwrapped.drawn
+    env.step(np.zeros((3, 2), np.float32))
+    assert env.unwrapped.drawn == before + 1
 
 
 def rollout_of(kind, cfg, num_steps=4):

@@ -180,6 +180,15 @@ def test_normalizers_get_the_statistics_of_the_steps_that_are_trained_on(reachin
     torch.testing.assert_close(statistics.var, trained.var(dim=0, correction=0))
 
 
+def test_a_policy_of_the_user_s_gets_statistics_once(reaching, tmp_path):
+    policy = ActorCritic(STATE, MOVES, gw.PolicyCfg(normalize_obs=True), actor_only=True)
+    for holdout in (0.3, 0.0):
+        cfg = gw.config.BCCfg(data=reaching, num_steps=4, holdout=holdout)
+        gw.train("ToyReaching-v0", cfg, policy=policy, total_steps=64, run_dir=tmp_path / str(holdout), **QUIET)
+        demos = collector(reaching, holdout=0.3)
+        assert policy.obs_normalizer.statistics[0].count == (~demos.held_out).sum(), "a trained one keeps its own"
+
+
 # --- chunks ---
 
 
@@ -193,6 +202,20 @@ def test_a_chunk_is_the_next_actions_of_the_same_episode(tmp_path):
     assert labels["executed"].tolist() == [3, 3, 2, 1, 2, 1]
     assert labels["episode_id"].tolist() == [0, 0, 0, 0, 1, 1]
     assert collector(folder, one).labels["executed"].tolist() == [1] * 6, "without chunks"
+
+
+def test_a_chunk_of_scalars_is_no_vector(tmp_path, monkeypatch):
+    class Sliding(toy_robots.Reaching):
+        action_space = gymnasium.spaces.Box(-1, 1, (), np.float32)
+
+    spec = gymnasium.envs.registration.EnvSpec("Sliding-v0", entry_point=Sliding)
+    monkeypatch.setitem(gymnasium.registry, "Sliding-v0", spec)
+    folder = write(tmp_path / "x", numbered([4], size=1), Sliding.action_space)
+    numbers = (1000 * parts_of(folder, "Sliding-v0").collector.labels["action"]).round().int().tolist()
+    assert numbers == [[0, 1, 2], [1, 2, 3], [2, 3, 3], [3, 3, 3]]
+    three = gymnasium.spaces.Box(-1, 1, (3,), np.float32)
+    with pytest.raises(DataError, match=r"has actions float32 of shape \[1\], but those of Toy are in Box"):
+        _ = collector(folder, three).labels
 
 
 @pytest.mark.parametrize(
@@ -210,10 +233,10 @@ def test_other_actions_are_refused(tmp_path, space):
         _ = collector(folder, space).labels
 
 
-def parts_of(data):
+def parts_of(data, env_id="ToyReaching-v0"):
     """The parts of a run that clones in chunks of three."""
     env = {"num_envs": 2, "action_chunk": 3}
-    cfg = resolve("ToyReaching-v0", gw.config.BCCfg(data=data, num_steps=16, label_noise=0.0), env=env)
+    cfg = resolve(env_id, gw.config.BCCfg(data=data, num_steps=16, label_noise=0.0), env=env)
     parts = build(cfg, UserObjects(), Engine())
     parts.close()
     return parts

@@ -217,6 +217,13 @@ def test_tokens_stand_for_numbers_at_equal_distances():
     assert policy.own_action(near).tolist() == [[[1, 3]], [[4, 0]]]
 
 
+def test_actions_are_inside_a_box_that_float32_cannot_hold():
+    space = gym.spaces.Box(np.array([-0.1, 0.1]), np.array([0.3, 0.7]), dtype=np.float64)
+    policy = VLAPolicy(ENV.observation_space, space, VLACfg(**TINY), actor_only=True)
+    for tokens in ([0, 0], [BINS - 1, BINS - 1]):
+        assert space.contains(policy.env_action(torch.tensor([[tokens]]))[0].double().numpy())
+
+
 def test_a_model_without_a_chat_template_reads_plain_text(tmp_path):
     policy, obs = from_folder(save_tiny_vlm(tmp_path, chat=False)), observations()
     assert policy.act(obs).action.shape == (4, C, A)

@@ -169,3 +169,22 @@ def test_numbers_are_not_changed_to_fit_the_space(env, message):
     made = GymnasiumVectorEnv(SyncVectorEnv([lambda: env(2)]), env_id=env.__name__, max_episode_steps=None)
     with pytest.raises(DataError, match=message):
         made.reset(seed=0)
+
+
+def test_a_step_says_what_its_space_does_not_allow():
+    class Changes(Countdown):
+        observation_space = gymnasium.spaces.Box(0, 9, (1,), np.int64)
+
+        def obs(self):
+            return np.array([1 if self.left == 3 else 0.5])
+
+        def reset(self, **options):
+            super().reset(**options)
+            return np.array([1]), {}
+
+    made = GymnasiumVectorEnv(SyncVectorEnv([lambda: Changes(2)]), env_id="Changes", max_episode_steps=None)
+    made.reset(seed=0)
+    with pytest.raises(
+        DataError, match=r"step\(\) of Changes returned what .*'float64'.*'int64'.*fix: return the space's"
+    ):
+        made.step(ACTION[:1])

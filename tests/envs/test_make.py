@@ -141,6 +141,16 @@ def test_another_entry_point_cannot_be_grouped(monkeypatch):
         make_env(EnvCfg(id="Theirs-v0", vectorization="entry_point"), grouped=True)
 
 
+def test_the_package_of_an_id_is_imported_for_its_own_vectorised_version(monkeypatch):
+    def import_package(env_id):
+        rows = lambda num_envs: SyncVectorEnv([Plain] * num_envs, autoreset_mode=AutoresetMode.DISABLED)  # noqa: E731
+        spec = gymnasium.envs.registration.EnvSpec(env_id, entry_point=Plain, vector_entry_point=rows)
+        monkeypatch.setitem(gymnasium.registry, env_id, spec)
+
+    monkeypatch.setattr("groupwise.envs.make.import_package", import_package)
+    assert make_env(EnvCfg(id="Packed-v0", num_envs=2, vectorization="entry_point")).env_id == "Packed-v0"
+
+
 @pytest.mark.parametrize("grouped", [True, False])
 @pytest.mark.parametrize(
     ("cfg", "env"),

@@ -1,9 +1,11 @@
 import math
 
 import gymnasium
+import numpy as np
 import pytest
 import torch
 from gymnasium.envs.classic_control.cartpole import CartPoleVectorEnv
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given
 from hypothesis import strategies as st
 from plain_envs import Plain
@@ -11,7 +13,7 @@ from plain_envs import Plain
 import groupwise as gw
 from groupwise.config.run import EnvCfg
 from groupwise.envs.make import make_env
-from groupwise.errors import DataError
+from groupwise.errors import ConfigError, DataError
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.seeding import derive_seed
 from groupwise.training.evaluation import EvaluationResult, evaluate_policy
@@ -143,3 +145,32 @@ def test_an_environment_that_is_registered_as_a_batch_alone_trains_without_evalu
             assert run.summary["env_steps"] == 16
     finally:
         del gymnasium.registry["Batch-v0"]
+
+
+class Coloured(Plain):
+    """Shows other observations than its vectorised version, which takes an argument of its own."""
+
+    observation_space = gymnasium.spaces.Box(-9, 9, (3,), np.float32)
+
+
+def stacked(num_envs, size=1):
+    return SyncVectorEnv([Plain] * num_envs, autoreset_mode=AutoresetMode.NEXT_STEP)
+
+
+@pytest.mark.parametrize("single", [Coloured, Plain])
+def test_a_policy_is_not_evaluated_on_other_spaces_than_its_own(single, tmp_path, monkeypatch, caplog):
+    spec = gymnasium.envs.registration.EnvSpec("Stacks-v0", entry_point=single, vector_entry_point=stacked)
+    monkeypatch.setitem(gymnasium.registry, "Stacks-v0", spec)
+    kwargs = {} if single is Coloured else {"size": 2}
+    env = gw.EnvCfg(id="Stacks-v0", num_envs=2, kwargs=kwargs, vectorization="entry_point")
+    ready = gymnasium.make_vec("Stacks-v0", num_envs=2, **kwargs)
+    ppo, quiet = gw.PPOCfg(num_steps=8), {"logging": {"progress": "none"}, "total_iterations": 1}
+    for number, made in enumerate((env, ready)):
+        folder = tmp_path / str(number)
+        run = gw.train(made, ppo, run_dir=folder, **quiet)
+        assert "return_mean" not in run.summary
+        assert caplog.messages[-1].startswith("no evaluation: Stacks-v0 cannot be made a second time")
+        with pytest.raises(ConfigError, match=r"made a second time .* fix: leave evaluation\.interval and"):
+            gw.train(made, ppo, run_dir=tmp_path / "other", evaluation={"interval": 8}, **quiet)
+    with pytest.raises(ConfigError, match=r"^what env\.vectorization='entry_point' makes .* or .*='sync'"):
+        gw.evaluate(tmp_path / "0")

@@ -100,6 +100,7 @@ RUNS = {
         EnvCfg(id="MetaWorld/multi", max_episode_steps=20, kwargs={"tasks": ["push-v3", "door-lock-v3"]}),
         None,
     ),
+    "FetchReach-v4": (EnvCfg(id="FetchReach-v4", max_episode_steps=20), None),
     "CliffWalking-v1": (EnvCfg(id="CliffWalking-v1", max_episode_steps=20), None),
     "a class of the user's": (EnvCfg(), Walk),
     "a class that clones its state": (EnvCfg(), Clones),
@@ -107,10 +108,15 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.contrib if n == "MetaWorld" else ()) for n in RUNS])
+PACKAGES = {"HalfCheetah-v5": "mujoco", "MetaWorld": "metaworld", "FetchReach-v4": "gymnasium_robotics"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.contrib if n in ("MetaWorld", "FetchReach-v4") else ()) for n in RUNS]
+)
 def test_running_episodes_go_on_bit_for_bit(name, tmp_path):
-    if name in ("HalfCheetah-v5", "MetaWorld"):
-        pytest.importorskip("mujoco" if name == "HalfCheetah-v5" else "metaworld")
+    if name in PACKAGES:
+        pytest.importorskip(PACKAGES[name])
     cfg, env = RUNS[name]
     whole, first, second = (Run(cfg.model_copy(update={"num_envs": 3}), env) for _ in range(3))
     expected = whole.collect(5)
@@ -130,6 +136,16 @@ def test_episodes_that_cannot_be_saved_begin_anew_on_resume_only(tmp_path):
     second.load(tmp_path / "latest")
     assert (whole.collect(1)[0]["step"][:, 0] == 2 * STEPS).all()
     assert (second.collect(1)[0]["step"][:, 0] == 0).all()
+
+
+def test_in_other_processes_new_episodes_begin(tmp_path, caplog):
+    first, other = (Run(EnvCfg(num_envs=1, vectorization=way), Walk) for way in ("sync", "async"))
+    first.collect(1)
+    first.save(tmp_path / "latest")
+    other.load(tmp_path / "latest")
+    assert "new ones begin: rows of Walk in other processes take no state" in caplog.text
+    assert (other.collect(1)[0]["step"][:, 0] == 0).all()
+    other.collector.close()
 
 
 def test_another_rank_and_a_rollout_that_failed_begin_anew(tmp_path):

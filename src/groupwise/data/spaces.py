@@ -51,8 +51,13 @@ def obs_spec(space: Any) -> Spec:
     """Shape and dtype of the space's observations in a rollout; nested for Dict and Tuple spaces.
 
     Raises:
-        UnsupportedSpaceError: Text, Graph, Sequence, OneOf and others without a fixed shape.
+        UnsupportedSpaceError: Text, Graph, Sequence, OneOf and others without a fixed shape; keys that are no strings.
     """
+    for key in space.spaces if space_kind(space) == "dict" else ():
+        if not isinstance(key, str):
+            raise UnsupportedSpaceError(
+                f"observation space {space!s:.80} has the key {key!r}, expected a string; fix: {str(key)!r}"
+            )
     children = subspaces(space)
     if children is not None:
         return {name: obs_spec(child) for name, child in children.items()}

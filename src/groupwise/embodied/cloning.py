@@ -32,14 +32,22 @@ class DemoCollector(EnvCollector):
 
     Args:
         env: gives the spaces; it takes no steps.
-        action_repeat: of the environment.
+        action_repeat, action_chunk: of the environment.
 
     Raises:
         ConfigError: no data is named.
     """
 
     def __init__(
-        self, env: VectorEnv, policy: Policy, cfg: BCCfg, engine: Engine, *, seed: int, action_repeat: int = 1
+        self,
+        env: VectorEnv,
+        policy: Policy,
+        cfg: BCCfg,
+        engine: Engine,
+        *,
+        seed: int,
+        action_repeat: int = 1,
+        action_chunk: int = 1,
     ) -> None:
         super().__init__(env, policy, seed=seed, rank=engine.rank)
         if cfg.data is None:
@@ -47,7 +55,8 @@ class DemoCollector(EnvCollector):
             raise ConfigError(
                 f"bc needs demonstrations, got algorithm.data=None; fix: groupwise demos {env.env_id}{option}"
             )
-        self.folder, self.cfg, self.engine, self.action_repeat = cfg.data, cfg, engine, action_repeat
+        self.folder, self.cfg, self.engine = cfg.data, cfg, engine
+        self.action_repeat, self.action_chunk = action_repeat, action_chunk
 
     @cached_property
     def labels(self) -> TensorDict:
@@ -78,7 +87,8 @@ class DemoCollector(EnvCollector):
             where = f"{bad.name} of {self.folder}, episode {episode[step]}, frame {frame},"
             raise DataError(f"{where} is not finite; fix: record it again")
         found, single = demos.action.shape[1:], tuple(space.shape) or (1,)
-        chunked = len(single) > 1 and found == single[1:]
+        # data has a scalar as a vector of one number, which alone would not tell a chunk of scalars from another vector
+        chunked = found == (single[1:] or (1,)) and (len(single) > 1 or self.action_chunk > 1)
         same_kind = (demos.action.dtype.kind == "f") == (space.dtype.kind == "f")
         if not same_kind or (not chunked and found != single):
             raise DataError(
@@ -159,7 +169,8 @@ def demo_collector(
     policy = algorithm.policy
     if policy.state_size:
         raise ConfigError(f"bc clones steps, and {type(policy).__name__} has a memory; fix: policy='actor_critic'")
-    collector = DemoCollector(env, policy, cfg.algorithm, engine, seed=cfg.seed, action_repeat=cfg.env.action_repeat)
+    decisions = {"action_repeat": cfg.env.action_repeat, "action_chunk": cfg.env.action_chunk}
+    collector = DemoCollector(env, policy, cfg.algorithm, engine, seed=cfg.seed, **decisions)
     if read and fit_normalizers:
         collector.fit_normalizers()
     elif read:

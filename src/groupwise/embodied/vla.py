@@ -21,7 +21,7 @@ from groupwise.data.spaces import space_kind, subspaces
 from groupwise.errors import ConfigError, DataError, UnsupportedSpaceError, require_extra
 from groupwise.policies.actor_critic import ActorCritic
 from groupwise.policies.base import Action, Batch, Evaluation, Policy
-from groupwise.policies.heads import Categorical, make_head
+from groupwise.policies.heads import Categorical, inner_float32, make_head
 from groupwise.system import limiting
 
 HEAD_WIDTH = 32
@@ -272,8 +272,8 @@ class VLAPolicy(Policy):
         self.cfg = cfg
         self.observation_space, self.action_space = observation_space, action_space
         self.actor_only = actor_only
-        for name in ("low", "high"):
-            bound = torch.from_numpy(getattr(action_space, name).astype(np.float32))
+        bounds = inner_float32(action_space.low, action_space.high)
+        for name, bound in zip(("low", "high"), bounds, strict=True):
             self.register_buffer(name, bound.reshape(-1, action_space.shape[-1]), persistent=False)
         self.low: Tensor
         self.high: Tensor

@@ -1,7 +1,8 @@
 """Gymnasium's vector environments as tensors, in any of its three autoreset modes, and wrappers of single environments."""
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, SupportsFloat, cast
 
 import gymnasium
@@ -10,6 +11,7 @@ import torch
 from gymnasium.spaces import Dict, MultiBinary
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.vector.utils import concatenate, create_empty_array
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, RecordEpisodeStatistics, TimeLimit
 from torch import Tensor
 
 from groupwise.config.run import EnvCfg
@@ -52,7 +54,7 @@ def kept_space(space: Any, keys: tuple[str, ...] | None, action_space: Any) -> t
     kept = _storable(space) if missing else space
     if not missing or kept is None:
         return space, ()
-    names = ", ".join(f"{'.'.join(path)} ({type(leaf).__name__})" for path, leaf in missing.items())
+    names = ", ".join(f"{'.'.join(map(str, path))} ({type(leaf).__name__})" for path, leaf in missing.items())
     return kept, (f"Left out of the observation, because it has no fixed shape: {names}.",)
 
 
@@ -105,21 +107,15 @@ class GymnasiumVectorEnv(VectorEnv):
         seeds = seed if seed is None or not self._seeds_rows else row_seeds(seed, self.num_envs)
         # Gymnasium pops reset_mask from the dictionary: a reused one would mean a full reset.
         options = None if mask is None else {"reset_mask": mask}
-        try:
+        with self._explained("reset"):
             obs, _ = self._env.reset(seed=seeds, options=options)  # type: ignore[arg-type]
-        except TypeError as error:
-            if not str(error).startswith("Cannot cast array data"):
-                raise
-            raise DataError(
-                f"reset() of {self.env_id} returned what {self.observation_space!s:.80} does not allow: {error}; fix: return "
-                "the space's dtype, or declare another space"
-            ) from error
         return self._tensor(obs)
 
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row with environment actions [N, ...]."""
         actions = nested_action(self.action_space, action.cpu().numpy())
-        obs, reward, terminated, truncated, info = self._env.step(actions)
+        with self._explained("step"):
+            obs, reward, terminated, truncated, info = self._env.step(actions)
         final_obs = None
         if self.autoreset == "same_step" and (terminated | truncated).any():
             if "final_obs" not in info:
@@ -156,11 +152,47 @@ class GymnasiumVectorEnv(VectorEnv):
         """Free simulators and processes."""
         self._env.close()
 
+    @contextmanager
+    def _explained(self, method: str) -> Iterator[None]:
+        """Turn NumPy's error about an observation that Gymnasium cannot store into ours."""
+        try:
+            yield
+        except TypeError as error:
+            if not str(error).startswith("Cannot cast array data"):
+                raise
+            raise DataError(
+                f"{method}() of {self.env_id} returned what {self.observation_space!s:.80} does not allow: {error}; fix: return "
+                "the space's dtype, or declare another space"
+            ) from error
+
     def _tensor(self, obs: Any) -> Nested:
         return obs_to_tensor(self.observation_space, obs, self.device, batched=True)
 
 
 # Wrappers of single environments
+
+_HANDS_ON = frozenset(
+    kind.step
+    for kind in (
+        gymnasium.Wrapper,
+        gymnasium.ActionWrapper,
+        gymnasium.RewardWrapper,
+        OrderEnforcing,
+        PassiveEnvChecker,
+        RecordEpisodeStatistics,
+        TimeLimit,
+    )
+)
+"""Steps of wrappers that return the observation as it is."""
+
+
+def _draws_on_demand(env: gymnasium.Env) -> bool:
+    """Whether the image that the environment draws is the one that all its wrappers return."""
+    while isinstance(env, gymnasium.Wrapper):
+        if type(env).step not in _HANDS_ON:
+            return False
+        env = env.env
+    return isinstance(env, DrawsOnDemand)
 
 
 class ActionChunk(gymnasium.Wrapper):
@@ -207,9 +239,12 @@ class ActionChunk(gymnasium.Wrapper):
         self.action_space = gymnasium.spaces.Box(low, high, dtype=space.dtype)
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
-        """Execute the first actions of ``[C, *A]``, or one action repeatedly, as far as the episode goes. Images are drawn at the end only."""
-        env = self.env.unwrapped
-        if not isinstance(env, DrawsOnDemand) or not env.draws:
+        """Execute the first actions of ``[C, *A]``, or one action repeatedly, as far as the episode goes.
+
+        Images are drawn at the end only, unless a wrapper may change observations.
+        """
+        env: Any = self.env.unwrapped
+        if not _draws_on_demand(self.env) or not env.draws:
             return self._execute(action)
         env.draws = False
         try:

@@ -130,6 +130,13 @@ def make_one(cfg: EnvCfg, env: Callable[..., gymnasium.Env] | None) -> gymnasium
         return _make(cfg.id if env is None else env, cfg)
 
 
+def make_own_rows(cfg: EnvCfg, num_envs: int) -> gymnasium.vector.VectorEnv:
+    """The environment's own vectorised version."""
+    with explained(cfg.id):
+        import_package(cfg.id)
+        return gymnasium.make_vec(cfg.id, num_envs, "vector_entry_point", **_with_limit(cfg))
+
+
 def of_sb3(env: object) -> str:
     """How to write one of Stable-Baselines3's vectors of environments here; empty for others."""
     fix = "its id or function, with num_envs=...; VecNormalize is policy={'normalize_obs': True, 'normalize_reward': True}"
@@ -265,9 +272,7 @@ def make_env(
             and cfg.id in VECTORISED
             and not (reward_parts or cfg.changed(*_ONLY_SINGLE) or cfg.start_mode not in ("auto", "native"))
         ):
-            with explained(cfg.id):
-                vector = gymnasium.make_vec(cfg.id, num_envs, "vector_entry_point", **_with_limit(cfg))
-            made = _adopt(vector, device)
+            made = _adopt(make_own_rows(cfg, num_envs), device)
         else:
             how: dict[str, Any] = {"verify": verify, "on_error": on_error, "reward_parts": reward_parts}
             return _from_single(cfg, env, num_envs, grouped=grouped, in_workers=way == "async", **how, device=device)

@@ -529,7 +529,8 @@ class RowsGroupEnv(GroupEnv):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved ``state_dict``; paused rows show no observation until they are started again."""
-        assert isinstance(self._rows, LocalRows)
+        if not isinstance(self._rows, LocalRows):
+            raise EnvError(f"rows of {self.env_id} in other processes take no state; fix: env.vectorization='sync'")
         self.reset(seed=0)  # the first reset creates some of an environment's attributes
         for env, row in zip(self._rows.envs, state["rows"], strict=True):
             snapshots.restore(env, row, self._rows.shared)

@@ -44,6 +44,7 @@ _STAYING_KINDS = {
     _MUJOCO_MODEL,
     ALE,
     "gymnasium.envs.mujoco.mujoco_rendering.MujocoRenderer",
+    "gymnasium_robotics.utils.mujoco_utils.MujocoModelNames",
     "pygame.surface.Surface",
     "pygame.time.Clock",
     "pygame.font.Font",

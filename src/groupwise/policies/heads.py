@@ -384,7 +384,7 @@ def make_head(action_space: Any, cfg: PolicyCfg) -> ActionHead:
     if kind == "multi_binary":
         return Bernoulli(tuple(action_space.shape))
     if kind == "box" and action_space.dtype.kind == "f":
-        bounds = _inner_float32(action_space.low, action_space.high)
+        bounds = inner_float32(action_space.low, action_space.high)
         return SquashedGaussian(*bounds) if cfg.squash_output else DiagGaussian(*bounds)
     if (leaves := leaf_spaces(action_space)) and () not in leaves:
         return Composite([make_head(leaf, cfg) for leaf in leaves.values()])
@@ -410,7 +410,7 @@ def unexplored(action_space: Any, cfg: PolicyCfg) -> str:
     return ""
 
 
-def _inner_float32(low: np.ndarray, high: np.ndarray) -> tuple[Tensor, Tensor]:
+def inner_float32(low: np.ndarray, high: np.ndarray) -> tuple[Tensor, Tensor]:
     """The bounds in float32, rounded inwards, so that numbers clipped to them are inside the space's own."""
     with np.errstate(over="ignore"):
         low32, high32 = low.astype(np.float32), high.astype(np.float32)

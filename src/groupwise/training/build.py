@@ -4,7 +4,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,10 @@ from groupwise.config.run import DEFAULT_HORIZON, EnvCfg, EvaluationMetric, RunC
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv
-from groupwise.envs.make import make_env
+from groupwise.envs.make import make_env, make_one, make_own_rows
 from groupwise.envs.torch_env import TorchGroupEnv
 from groupwise.errors import ConfigError, DataError, DivergedError, EnvError
-from groupwise.policies.actor_critic import ActorCritic
+from groupwise.policies.actor_critic import ActorCritic, RunningMeanStd
 from groupwise.policies.base import Policy
 from groupwise.policies.heads import unexplored
 from groupwise.policies.recurrent import RecurrentActorCritic
@@ -296,14 +296,17 @@ def record(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: in
         EnvError: its renderer failed.
     """
     if (separate := separate_env(cfg.env, given.env)) is None:
-        raise NoPictureError("no video: the environment was given ready-made; fix: give an id or a callable")
+        raise NoPictureError(
+            "no video: the environment cannot be made a second time; fix: give an id or a callable, and vectorization='sync'"
+        )
     film(policy, *separate, path, seed=derive_seed(seed, "video"))
 
 
 def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None] | None:
     """Arguments of ``make_env`` for a second set of environments, whose rows start one by one.
 
-    None for a ready ``VectorEnv``, or a vector environment that Gymnasium cannot make again.
+    None for a ready ``VectorEnv``, and for a vector environment that Gymnasium cannot make again, or whose single
+    environments have other spaces.
     """
     import gymnasium
 
@@ -312,22 +315,43 @@ def separate_env(cfg: EnvCfg, env: object | None) -> tuple[EnvCfg, object | None
 
     vectorization = "auto" if cfg.vectorization == "entry_point" else cfg.vectorization
     plain = {"start_mode": "auto", "num_random_noops": 0, "log_info": ()}
-    cfg = cfg.model_copy(update={**plain, "vectorization": vectorization})
+    single = cfg.model_copy(update={**plain, "vectorization": vectorization})
     if not isinstance(env, gymnasium.vector.VectorEnv):
         spec = gymnasium.registry.get(cfg.id) if env is None else None
-        return (cfg, env) if spec is None or spec.entry_point is not None else None
+        if spec is not None and spec.entry_point is None:
+            return None
+        if env is not None or vectorization == cfg.vectorization:
+            return single, env
+        with closing(make_own_rows(cfg, 1)) as rows:
+            return (single, None) if _has_same_spaces(single, rows) else None
     wrapped = env is not env.unwrapped or "wrappers" in (env.spec.kwargs if env.spec else {})
     if env.spec is None or env.spec.entry_point is None or wrapped:
         return None
     kwargs = {key: value for key, value in env.spec.kwargs.items() if key not in _MAKE_VEC_KWARGS}
-    return cfg.model_copy(update={"id": env.spec.id, "kwargs": kwargs}), None
+    single = single.model_copy(update={"id": env.spec.id, "kwargs": kwargs})
+    is_own = env.spec.kwargs.get("vectorization_mode") == "vector_entry_point"  # others are made of single ones
+    return None if is_own and not _has_same_spaces(single, env) else (single, None)
+
+
+def _has_same_spaces(cfg: EnvCfg, rows: Any) -> bool:
+    """Whether single environments can be made, and have the spaces of these rows of a ``gymnasium.vector.VectorEnv``."""
+    try:
+        one = make_one(cfg, None)
+    except EnvError:  # arguments that only the vector environment takes
+        return False
+    with closing(one):
+        return (one.observation_space, one.action_space) == (rows.single_observation_space, rows.single_action_space)
 
 
 def no_second_env(env: object) -> ConfigError:
     """The error for an environment that cannot be made again."""
+    what = type(env).__name__
+    fix = "give an id, a callable that returns one gymnasium.Env, or one with a parameter num_envs that returns a GroupEnv"
+    if env is None:
+        what, fix = "what env.vectorization='entry_point' makes", "env.vectorization='sync'"
     return ConfigError(
-        f"{type(env).__name__} cannot be made a second time for evaluation; fix: leave evaluation.interval and stop.threshold out, or give "
-        "an id, a callable that returns one gymnasium.Env, or one with a parameter num_envs that returns a GroupEnv"
+        f"{what} cannot be made a second time for evaluation, with rows that start one by one; fix: leave evaluation.interval and "
+        f"stop.threshold out, or {fix}"
     )
 
 
@@ -385,9 +409,11 @@ class EnvComponents(Components):
     """Callbacks that the algorithm brings."""
 
     def evaluator(self) -> EnvEvaluator | None:
-        """The evaluator; None if the user's environment cannot be made a second time."""
+        """The evaluator; None if the environment cannot be made a second time."""
         if separate_env(self.cfg.env, self.given.env) is None:
-            log.warning("no evaluation: %s was given ready-made and cannot be made a second time", self.identity.env_id)
+            log.warning(
+                "no evaluation: %s cannot be made a second time, with rows that start one by one", self.identity.env_id
+            )
             return None
         seed = derive_seed(self.cfg.seed, "evaluation")
         return EnvEvaluator(self.cfg, self.given, self.policy, seed=seed, fresh=self._start_mode() == "fresh")
@@ -531,9 +557,6 @@ def build_components(
     algorithm_type = algorithm_class(cfg.algorithm)
     if cfg.env.id == GIVEN and given.env is None:
         raise ConfigError("the environment was given in Python; fix: give it again as env=...")
-    evaluates = cfg.evaluation.interval is not None or cfg.stop.threshold is not None
-    if evaluates and separate_env(cfg.env, given.env) is None:
-        raise no_second_env(given.env)
     if algorithm_type.grouped and cfg.algorithm.groups.size == 1:
         raise ConfigError(
             f"{algorithm_type.__name__} is grouped, but {type(cfg.algorithm).__name__} has no group_size; "
@@ -550,6 +573,9 @@ def build_components(
         device=device,
     )
     try:
+        evaluates = cfg.evaluation.interval is not None or cfg.stop.threshold is not None
+        if evaluates and separate_env(cfg.env, given.env) is None:
+            raise no_second_env(given.env)
         return _components(cfg, given, engine, env, device, restored, policy_type, make_collector)
     except BaseException:
         close_env(env, given)
@@ -601,7 +627,9 @@ def _components(
     graph = RolloutGraph if cfg.speed == "auto" and device.type == "cuda" else None
     collector: Collector
     if make_collector is not None:
-        fit = given.policy is None and not initialized
+        counts = {float(part.count) for part in policy.modules() if isinstance(part, RunningMeanStd)}
+        # a policy of the user's that was trained keeps its statistics
+        fit = not initialized and (given.policy is None or counts == {0.0})
         collector, more_callbacks = make_collector(cfg, env, algorithm, engine, read=not restored, fit_normalizers=fit)
     elif groups.size == 1 or not isinstance(env, GroupEnv):
         if isinstance(env, TorchGroupEnv) and not policy.state_size:

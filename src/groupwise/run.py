@@ -37,6 +37,7 @@ from groupwise.config.run import (
 )
 from groupwise.engines import Engine, from_environment
 from groupwise.envs.base import VectorEnv
+from groupwise.envs.make import check_rows
 from groupwise.errors import (
     CheckpointError,
     ConfigError,
@@ -138,6 +139,7 @@ def read_settings(
     elif isinstance(env, gymnasium.vector.VectorEnv | VectorEnv):
         env_fields = {"num_envs": env.num_envs}
     cfg = config.resolve(env_id, algorithm, preset, env=env_fields | env_settings, **settings)
+    check_rows(env, cfg.env.num_envs)
     return cfg, given if isinstance(env, str | EnvCfg) else given._replace(env=env)
 
 
@@ -645,13 +647,13 @@ def resume(
     """
     check_callbacks(callbacks)
     folder, objects, cfg = reopen(path, given, to_train=True, allow_programs=allow_programs)
+    if isinstance(cfg, RunCfg):
+        check_rows(objects.env, cfg.env.num_envs)
     cfg = cfg.with_progress(progress)
     totals = {"total_steps": total_steps, "total_iterations": total_iterations, "total_epochs": total_epochs}
     if any(total is not None for total in totals.values()):
         if isinstance(cfg, RunCfg) and totals.pop("total_epochs") is not None:
-            raise ConfigError(
-                f"total_epochs = {total_epochs}: an environment has no epochs; fix: total_steps or total_iterations"
-            )
+            raise ConfigError(f"total_epochs = {total_epochs}: an environment has no epochs; fix: total_steps")
         cfg = type(cfg)(**dict(cfg) | totals)
         cfg.budget.check_exceeds(saved_counts(folder.latest)[cfg.budget.unit], folder.path)
     engine = _engine(cfg)

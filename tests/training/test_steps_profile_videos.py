@@ -2,6 +2,7 @@
 
 import json
 
+import gymnasium
 import pytest
 import torch
 from at_events import on
@@ -10,6 +11,7 @@ from run_folders import same_weights
 
 import groupwise as gw
 from groupwise import cli
+from groupwise.errors import EnvError
 from groupwise.training import build as env_evaluator
 from groupwise.training.trackers import Profiler
 
@@ -46,6 +48,20 @@ def test_every_step_is_heard_and_nothing_else(algorithm, vectorization, tmp_path
     assert heard.reward == runs[0].summary["env_steps"]  # CartPole gives 1 at each step
     assert heard.actions == {0, 1}
     assert same_weights(*runs)
+
+
+def test_a_ready_environment_has_as_many_rows_as_the_settings(tmp_path):
+    def rows(count):
+        return gymnasium.vector.SyncVectorEnv([lambda: gymnasium.make("CartPole-v1")] * count)
+
+    algorithm, settings = gw.PPOCfg(num_steps=16, num_epochs=1), {"run_dir": tmp_path / "run", "total_steps": 32}
+    with pytest.raises(EnvError, match="SyncVectorEnv has 2 rows, but num_envs is 4"):
+        gw.train(rows(2), algorithm, num_envs=4, **settings)
+    run = gw.train(rows(2), algorithm, **settings)
+    assert run.cfg.env.num_envs == 2
+    with pytest.raises(EnvError, match="SyncVectorEnv has 4 rows, but num_envs is 2"):
+        gw.resume(run.path, 64, env=rows(4))
+    assert gw.Run.load(run.path, env=rows(1)).cfg == run.cfg  # a loaded policy may act in any number
 
 
 def test_a_ready_environment_is_left_as_it_was(tmp_path):

@@ -313,10 +313,7 @@ def _from_maker(make: Callable[..., Any], cfg: EnvCfg, num_envs: int, device: to
 
 def _check_ready(env: VectorEnv, cfg: EnvCfg, num_envs: int | None, device: torch.device | str) -> None:
     """Refuse settings that a ready environment does not follow."""
-    if num_envs not in (None, env.num_envs):
-        raise EnvError(
-            f"{env.env_id} has {env.num_envs} rows, but num_envs is {num_envs}; fix: as many as num_envs says, or leave it out"
-        )
+    check_rows(env, num_envs)
     if cfg.max_episode_steps not in (None, env.max_episode_steps):
         raise EnvError(
             f"max_episode_steps is {cfg.max_episode_steps}, but that of {env.env_id} is {env.max_episode_steps}; fix: set "
@@ -324,6 +321,14 @@ def _check_ready(env: VectorEnv, cfg: EnvCfg, num_envs: int | None, device: torc
         )
     if env.device.type != torch.device(device).type:
         raise EnvError(f"{env.env_id} is on {env.device}, the policy on {device}; fix: device={env.device.type!r}")
+
+
+def check_rows(env: object, num_envs: int | None) -> None:
+    """Refuse a ready environment of another number of rows than ``num_envs``, if that is set."""
+    if isinstance(env, VectorEnv | gymnasium.vector.VectorEnv) and num_envs not in (None, env.num_envs):
+        raise EnvError(
+            f"{type(env).__name__} has {env.num_envs} rows, but num_envs is {num_envs}; fix: as many as num_envs says"
+        )
 
 
 def _adopt(env: gymnasium.vector.VectorEnv, device: torch.device | str) -> VectorEnv:

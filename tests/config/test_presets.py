@@ -86,6 +86,21 @@ def test_parts_that_are_named_and_turns_that_are_steps_are_fine():
     assert turns.algorithm.credit.returns == "turn"
 
 
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (
+            {"names": ["a", "b"], "weights": [1.0]},
+            r"weights=\(1\.0,\) are not as many as names=\('a', 'b'\); fix: one for each",
+        ),
+        ({"names": ["a", "a"]}, r"names=\('a', 'a'\) has one of them twice"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(reward, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve("CartPole-v1", {"credit": {"reward": {"name": "parts"} | reward}})
+
+
 @pytest.mark.parametrize("preset", ["remax", "reinforce_plus_plus", "gdpo", "knn"])
 def test_groups_that_teach_although_equal_are_not_left_out(preset):
     with pytest.raises(ConfigError, match=r"learns from groups of equal whole return.*dynamic_sampling"):

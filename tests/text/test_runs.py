@@ -46,6 +46,8 @@ def copied(model, tmp_path_factory):
 
 
 NOTHING_HELD_OUT = gw.TextTask(numbers()[:20], reward=share_copied)
+TWO_REWARDS = gw.TextTask(numbers()[:20], reward=[share_copied, lambda completions, **rest: [0.0] * len(completions)])
+THREE_WEIGHTS = {"reward": {"name": "parts", "weights": [1.0, 1.0, 1.0]}}
 ANSWERS_IN_TRAINING_ALONE = gw.TextTask([{"prompt": "1", "answer": "1"}], reward="exact", eval_data=["123"])
 
 
@@ -307,6 +309,7 @@ def test_what_would_be_ignored_is_refused(copied, call, message):
         ({"lora": True}, "lora = True: expected settings by name"),
         ({"algorithm": gw.GRPOCfg(num_steps=9)}, "num_steps=9 has no effect on text; fix: leave it out"),
         ({"algorithm": gw.GRPOCfg(credit={"reward": "parts"})}, "compares several rewards; got one, fix"),
+        ({"algorithm": gw.GRPOCfg(credit=THREE_WEIGHTS), "task": TWO_REWARDS}, "are for 2 rewards; fix: one for each"),
         ({"overlong_buffer": 5}, "overlong_buffer=5 > max_new_tokens=4; fix: a smaller one"),
         ({"model": "nowhere/at-all"}, "nowhere/at-all"),
         ({"stop": {"threshold": 0.5}, "task": NOTHING_HELD_OUT}, "stop.threshold=0.5 needs held-out prompts"),

@@ -192,6 +192,14 @@ class PartsCfg(CreditRewardCfg, name="parts", source="https://arxiv.org/abs/2601
     weights: tuple[float, ...] = ()
     """Weight of each part's advantage. Empty: 1 each."""
 
+    @model_validator(mode="after")
+    def _check(self) -> "PartsCfg":
+        if len({*self.names}) < len(self.names):
+            raise ValueError(f"names={self.names!r} has one of them twice; fix: each once")
+        if self.names and self.weights and len(self.names) != len(self.weights):
+            raise ValueError(f"weights={self.weights!r} are not as many as names={self.names!r}; fix: one for each")
+        return self
+
 
 class GroupKeyCfg(Choice, family="group key", default="group"):
     """Returns that are compared with one another."""
@@ -501,7 +509,10 @@ def with_rewards(cfg: AlgorithmCfg, weights: tuple[float, ...]) -> AlgorithmCfg:
     if isinstance(cfg.credit.reward, PartsCfg):
         if len(weights) < 2:
             raise ConfigError("credit.reward='parts' compares several rewards; got one, fix: credit.reward='total'")
-        if not cfg.credit.reward.weights:
+        if own := cfg.credit.reward.weights:
+            if len(own) != len(weights):
+                raise ConfigError(f"credit.reward.weights={own!r} are for {len(weights)} rewards; fix: one for each")
+        else:
             credit = cfg.credit.model_copy(update={"reward": PartsCfg(weights=weights)})
             cfg = cfg.model_copy(update={"credit": credit})
     return cfg

@@ -150,7 +150,7 @@ def test_grpo_takes_a_limit_and_keeps_it(tmp_path, capsys):
     assert note in text
     saved = json.loads((tmp_path / "run" / "config.json").read_text())
     assert saved["algorithm"]["collection"]["horizon"] is None  # as given: it follows from the environment
-    assert gw.Run.load(run.path, env=Endless).cfg.algorithm.collection.horizon == 1_000
+    assert gw.Run.load(run.path, env=Endless).algorithm.cfg.collection.horizon == 1_000
     assert run.summary["training_return_mean"] == 1_000
 
 

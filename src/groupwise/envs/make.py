@@ -326,9 +326,8 @@ def _check_ready(env: VectorEnv, cfg: EnvCfg, num_envs: int | None, device: torc
 def check_rows(env: object, num_envs: int | None) -> None:
     """Refuse a ready environment of another number of rows than ``num_envs``, if that is set."""
     if isinstance(env, VectorEnv | gymnasium.vector.VectorEnv) and num_envs not in (None, env.num_envs):
-        raise EnvError(
-            f"{type(env).__name__} has {env.num_envs} rows, but num_envs is {num_envs}; fix: as many as num_envs says"
-        )
+        name = env.env_id if isinstance(env, VectorEnv) else type(env).__name__
+        raise EnvError(f"{name} has {env.num_envs} rows, but num_envs is {num_envs}; fix: as many as num_envs says")
 
 
 def _adopt(env: gymnasium.vector.VectorEnv, device: torch.device | str) -> VectorEnv:

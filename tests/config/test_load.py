@@ -57,6 +57,8 @@ def test_the_algorithm_of_another_run_is_taken_as_a_whole(preset):
     """Also what that run had from a preset of a paper, or as a default, which the preset of the environment would replace."""
     cfg = resolve("CartPole-v1", "grpo", preset)
     assert resolve("CartPole-v1", cfg.algorithm) == cfg
+    assert resolve("CartPole-v1", cfg.algorithm, "rloo") == resolve("CartPole-v1", "grpo", "rloo")  # as over a file
+    assert GRPOCfg().objective.model_fields_set == set()
 
 
 def test_the_preset_auto_is_the_environments(tmp_path):

@@ -198,6 +198,14 @@ class TwoHands(gymnasium.Env):
         return np.zeros(2, np.float32), 0.0, True, False, {"is_success": True}
 
 
+@pytest.mark.parametrize("noise", [0.0, 0.5])
+def test_actions_of_a_discrete_space_are_numbers_that_may_be_keys(noise, tmp_path):
+    demos = record_demos(
+        "FrozenLake-v1", lambda obs: 2, episodes=2, noise=noise, keep_failures=True, out=tmp_path / "x"
+    )
+    assert demos.episodes == 2
+
+
 @pytest.mark.parametrize(
     ("env", "expert", "settings", "error", "named"),
     [

@@ -160,7 +160,7 @@ def test_members_that_nobody_can_score_are_none():
     of = collector({"1": ["9.", "9."]})
     collect(of)
     collect(of)
-    with pytest.raises(DataError, match="no completion of 3 iterations in a row could be scored"):
+    with pytest.raises(RewardError, match="no completion of 3 iterations in a row could be scored"):
         collect(of)
 
 

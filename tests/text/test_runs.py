@@ -4,14 +4,16 @@ import errno
 import json
 import math
 import os
+import random
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
 import pandas
 import pytest
 import torch
-from at_events import is_freed
+from at_events import is_freed, on
 from peft import LoraConfig
 from text_games import Guess
 from text_runs import (
@@ -35,7 +37,8 @@ import groupwise as gw
 from groupwise import cli
 from groupwise.cli.train import print_run
 from groupwise.config.algorithm import SyncRefModelCfg
-from groupwise.report.folder import kept_iterations, read_groups
+from groupwise.errors import RewardError
+from groupwise.report.folder import RunFolder, kept_iterations, read_groups
 from groupwise.text import build
 from groupwise.text.load import with_adapters
 
@@ -189,6 +192,42 @@ def test_a_resumed_run_is_the_uninterrupted_one_bit_for_bit(algorithm, model, tm
     again = gw.resume(part.path, 200, **copying().given)
     assert same_weights(again, whole)
     assert logged(again, "eval/", "iteration") == logged(whole, "eval/", "iteration")
+
+
+def test_an_interrupt_drops_a_rollout_which_a_resumed_run_collects_again(model, tmp_path):
+    numbers = iter(range(10**6))
+
+    def drawn(completions, **columns):
+        if next(numbers) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return [random.random() for _ in completions]
+
+    task = copying(reward=drawn)
+    with pytest.raises(KeyboardInterrupt, match="interrupted; saved after step"):
+        train(task, model, tmp_path / "part")
+    assert [row["iteration"] for row in RunFolder(tmp_path / "part").read_metrics()] == [1]
+    again, whole = gw.resume(tmp_path / "part", **task.given), train(task, model, tmp_path / "whole")
+    assert same_weights(again, whole)
+    assert logged(again) == logged(whole)
+
+
+@pytest.mark.parametrize("ends", [RewardError("the judge is down"), None], ids=["rewards", "observation"])
+def test_faults_that_are_no_fault_of_the_policy_cost_no_iteration(ends, model, tmp_path):
+    class Grows(Guess):
+        def reset(self, *, seed=None, options=None):
+            observation, info = super().reset(seed=seed)
+            return observation * (100 if trained else 1), info
+
+    trained = []
+    tell = on("iteration_end", lambda trainer, *_: trained.append(trainer.iteration))
+    if ends is None:
+        task, how = gw.TextTask(env=Grows, data_size=20, max_turns=2), "first observation of an episode has 100 tokens"
+    else:
+        task = copying(reward=lambda completions, **columns: [ends if trained else 1.0 for _ in completions])
+        how = "no completion of the held-out prompts could be scored"
+    with pytest.raises(gw.errors.GroupwiseError, match=how) as caught:
+        train(task, model, tmp_path / "run", callbacks=[tell], evaluation={"interval": 1, "prompts": 2})
+    assert "saved after step" in "\n".join(caught.value.__notes__)
 
 
 def test_a_run_is_loaded_sampled_and_exported_without_its_data_and_rewards(model, tmp_path, monkeypatch):
@@ -389,7 +428,7 @@ def test_a_reward_that_knows_nothing_or_fails_stops_the_run(model, tmp_path):
     def broken(prompts, completions, **rest):
         raise KeyError("solution")
 
-    with pytest.raises(gw.errors.DataError, match=r"no completion of 3 iterations in a row could .* rewards silent"):
+    with pytest.raises(RewardError, match=r"no completion of 3 iterations in a row could .* rewards silent"):
         train(gw.TextTask(numbers(), reward=silent), model, tmp_path / "silent", total_steps=1000)
     with pytest.raises(gw.errors.RewardError, match=r"reward 'broken' raised KeyError: 'solution'; fix") as caught:
         train(gw.TextTask(numbers(), reward=broken), model, tmp_path / "broken")

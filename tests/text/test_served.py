@@ -426,23 +426,37 @@ def test_failures_of_calls_count_for_their_thread_alone():
 
 def test_an_interrupt_does_not_wait_for_a_rollout(model, tmp_path, monkeypatch):
     monkeypatch.setattr(http, "_HEALTH_INTERVAL", 60.0)
-    began = []
-
-    def interrupt(double):
-        while double.faults[GENERATE]:
-            time.sleep(0.01)
-        began.append(time.monotonic())
-        os.kill(os.getpid(), signal.SIGINT)
-
     with VLLMDouble(model) as double:
         double.seconds_of_a_hang, double.faults[GENERATE] = 60.0, ["hang"]
         generate = served(model, tmp_path, double)
         with ThreadPoolExecutor(1) as pool:
-            pool.submit(interrupt, double)
+            began = pool.submit(interrupt_once_called, double, GENERATE)
             with pytest.raises(KeyboardInterrupt):
                 generate([[4]], torch.tensor([[1]]), SamplingCfg(max_new_tokens=1))
         generate.close()
-        assert time.monotonic() - began[0] < 10
+        assert time.monotonic() - began.result() < 10
+
+
+def test_an_interrupt_lets_a_server_finish_loading(model, tmp_path):
+    with VLLMDouble(model) as double:
+        double.faults[double.load_path] = ["slow"]
+        generate = served(model, tmp_path, double)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(interrupt_once_called, double, double.load_path)
+            with pytest.raises(KeyboardInterrupt):
+                generate.update(0)
+        generate.close()
+        assert double.version.endswith("-0")
+        assert not double._paused
+
+
+def interrupt_once_called(double, path):
+    """Interrupt the main thread as soon as a call has met its fault, at the latest after 20 s; returns the time."""
+    until = time.monotonic() + 20
+    while double.faults[path] and time.monotonic() < until:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGINT)
+    return time.monotonic()
 
 
 def test_an_interrupt_does_not_wait_for_servers_that_load_weights(model, tmp_path, monkeypatch):

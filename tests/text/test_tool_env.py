@@ -18,7 +18,7 @@ from vllm_double import VLLMDouble
 
 import groupwise as gw
 from groupwise.config.run import TextTaskCfg
-from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.errors import ConfigError, DataError, EnvError, RewardError
 from groupwise.plugins import TEXT_ENVS
 from groupwise.text import rewards, tool_env, tools
 from groupwise.text.calls import Call
@@ -712,6 +712,8 @@ class Fails(Guess):
                 time.sleep(3)
             elif Fails.how == "exit":
                 raise SystemExit(3)
+            elif Fails.how == "message":
+                return [{"role": "user", "content": None}], 0.0, False, False, {}
             else:
                 raise RuntimeError("the server is gone")
         return super().step(text)
@@ -720,7 +722,7 @@ class Fails(Guess):
         return self.secret < 5 and self.number > 1  # the check before training plays in the first
 
 
-@pytest.mark.parametrize("how", ["raise", "hang", "exit"])
+@pytest.mark.parametrize("how", ["raise", "hang", "exit", "message"])
 def test_a_broken_episode_costs_itself_only(model, tmp_path, how, monkeypatch):
     monkeypatch.setattr(Fails, "how", how)
     monkeypatch.setattr(Fails, "made", 0)
@@ -756,7 +758,7 @@ def test_a_first_rollout_whose_episodes_mostly_failed_does_not_blame_the_rewards
     task = gw.TextTask(env=Fails, max_turns=3, data_size=20, start_mode="none")
     algorithm = gw.GRPOCfg(group_size=4, collection={"on_env_error": "drop"})
     settings = {"sampling": ONE, "total_steps": None, "num_prompts": 2}
-    with pytest.raises(DataError, match="no completion of the held-out prompts could be scored"):
+    with pytest.raises(RewardError, match="no completion of the held-out prompts could be scored"):
         train(task, model, tmp_path / "run", algorithm, total_iterations=1, **settings)
     assert "episodes failed; fix: the environment or the tools" in caplog.text
 

@@ -192,7 +192,7 @@ def resolve(
     Raises:
         ConfigError: a setting is unknown or its value wrong.
     """
-    given = _given(algorithm, fields)
+    given = _given(algorithm, fields, preset)
     cfg = _resolve([{**given, "env": {**_table(given, "env"), "id": env_id}}], preset)
     assert isinstance(cfg, RunCfg)
     return cfg
@@ -210,7 +210,7 @@ def resolve_text(
     Args:
         adapters: whether a policy that was made in Python has adapters; of a folder this is known.
     """
-    given = _given(algorithm, fields)
+    given = _given(algorithm, fields, preset)
     cfg = _resolve([{"task": {}, **given}], preset, adapters=adapters)
     assert isinstance(cfg, TextRunCfg)
     return cfg
@@ -246,10 +246,8 @@ def load_config(
         if "task" in tree and "env" in tree:
             raise ConfigError("a run has an environment or a text task; got both, fix: leave out env or task")
         if preset is not None:
-            own = {} if preset == "auto" else objective_preset(preset).settings
-            file = {k: v for k, v in _table(tree, "algorithm").items() if k not in ("credit", "objective", "clip_coef")}
-            tree["algorithm"] = merge(file, {key: value for key, value in own.items() if key in file})
-        given = _given(algorithm, fields)
+            tree["algorithm"] = _under_preset(_table(tree, "algorithm"), preset)
+        given = _given(algorithm, fields, preset)
         cfg = _resolve([tree, given], preset or named)
     except ConfigError as error:
         if (algorithm is not None or preset is not None or fields) and _is_right(path):
@@ -339,8 +337,7 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
         base = base | {"algorithm": table | settings}
     base = merge(base, {"algorithm": {"name": cfg_type.own_name()}})
     try:
-        cfg = kind.model_validate(_over(base, given))
-        return kind.model_validate(cfg.model_dump())  # all are set, for a run that gets cfg.algorithm
+        return _whole(kind.model_validate(_over(base, given)))
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error.errors()))) from None
 
@@ -367,11 +364,22 @@ def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> 
     return {}
 
 
-def _given(algorithm: str | AlgorithmCfg | Tree | None, fields: Tree) -> Tree:
+def _given(algorithm: str | AlgorithmCfg | Tree | None, fields: Tree, preset: str | None) -> Tree:
     given: Tree = {key: _plain(value) for key, value in fields.items() if value is not None}
     if algorithm is not None:
         given["algorithm"] = {"name": algorithm} if isinstance(algorithm, str) else _plain(algorithm)
+    if preset is not None and isinstance(algorithm, AlgorithmCfg):
+        if algorithm.model_fields_set == type(algorithm).model_fields.keys():  # of another run
+            given["algorithm"] = _under_preset(given["algorithm"], preset)
     return given
+
+
+def _under_preset(algorithm: Tree, preset: str) -> Tree:
+    """Settings of an algorithm without the credit and objective that a preset replaces."""
+    own = {} if preset == "auto" else objective_preset(preset).settings
+    kept = {key: value for key, value in algorithm.items() if key not in ("credit", "objective", "clip_coef")}
+    merged: Tree = merge(kept, {key: value for key, value in own.items() if key in kept})
+    return merged
 
 
 def _table(tree: Tree, key: str) -> Tree:
@@ -389,6 +397,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Cfg):
         return {key: _plain(item) for key, item in value if key in value.model_fields_set}
     return {key: _plain(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _whole(cfg: AnyCfg) -> AnyCfg:
+    """``cfg`` as a file has it: every field is set, so that a run that gets ``cfg.algorithm`` takes no others from a preset."""
+    values = {}
+    for name, field in type(cfg).model_fields.items():
+        value = field.default if field.exclude else vars(cfg)[name]
+        values[name] = _whole(value) if isinstance(value, Cfg) else value
+    return type(cfg).model_construct(_fields_set={*values}, **values)
 
 
 def _over(low: Tree, high: Tree) -> Tree:

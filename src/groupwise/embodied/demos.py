@@ -156,7 +156,7 @@ def _play(
             space.seed(int(generator.integers(2**31)))
             drawn = torch.from_numpy(np.asarray(space.sample())[None])
             action = allowed_action(drawn, seen[-1][None], space)[0].numpy()[()]
-        obs, reward, terminated, truncated, info = env.step(action)
+        obs, reward, terminated, truncated, info = env.step(action[()])  # a number for a Discrete space
         rewards.append(float(reward))
         if terminated or truncated:
             break

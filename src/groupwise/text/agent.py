@@ -24,7 +24,7 @@ from groupwise.config.policy import LoRACfg, ModelCfg, SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
 from groupwise.data.rollout import TensorDict
 from groupwise.engines import Engine
-from groupwise.errors import ConfigError, DataError, DivergedError, RunFolderError, require_count
+from groupwise.errors import ConfigError, DataError, DivergedError, RewardError, RunFolderError, require_count
 from groupwise.report.folder import RunFolder
 from groupwise.text.build import SAMPLER_FIX, build_algorithm, identity_of, policy_to_train
 from groupwise.text.collector import (
@@ -328,10 +328,9 @@ class LanguageAgent:
         Before the first ones, it is checked that members of a group share a start.
 
         Raises:
-            EnvError: they do not, or the environment failed.
+            EnvError: they do not, the environment failed, or a first observation is too long.
             ConfigError: settings that do not work on episodes; or the loss is divided by the length of one turn, which the agent took
                 for the longest completion.
-            DataError: a first observation is too long.
         """
         cfg = self._as_run(env.task.cfg)
         encoder = PromptEncoder(self.policy.tokenizer, cfg.task)
@@ -407,7 +406,7 @@ class LanguageAgent:
 
         Raises:
             ConfigError: no prompts are held out.
-            DataError: no completion could be scored.
+            RewardError: no completion could be scored.
         """
         rewards = []
         with env.eval_mode():
@@ -418,7 +417,7 @@ class LanguageAgent:
                 rewards.append(scored.flatten())
         mean = float(torch.cat(rewards).double().nanmean())
         if math.isnan(mean):
-            raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
+            raise RewardError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
         return mean
 
     def set_progress(self, step: int, num_steps: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from statistics import fmean, pstdev
-from typing import Any, Literal, NamedTuple, TypeVar, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg
 from groupwise.data.rollout import RolloutBuffer, TensorDict
 from groupwise.engines import Engine
-from groupwise.errors import ConfigError, DataError, EnvError
+from groupwise.errors import ConfigError, DataError, EnvError, RewardError
 from groupwise.seeding import derive_seed
 from groupwise.text.calls import Call, read_calls
 from groupwise.text.envs import (
@@ -278,7 +278,7 @@ class Dialogue:
                 member.prompt = encoded[key]
                 if (length := len(member.prompt.tokens)) > longest:
                     also = ", with the tools" if tools else ""
-                    raise DataError(
+                    raise EnvError(
                         f"the first observation of an episode has {length} tokens{also}, and {longest} have room: {str(prompt)[:80]!r}; "
                         "fix: shorter ones, a larger max_prompt_tokens or a smaller max_new_tokens"
                     )
@@ -577,6 +577,8 @@ class TextCollector(DataCollector):
     Prompts and completions depend on the seed and the position in the data alone.
     """
 
+    repeatable: ClassVar = True
+
     def __init__(
         self,
         policy: CausalLM,
@@ -597,7 +599,7 @@ class TextCollector(DataCollector):
         self._unscored = 0
 
     def collect(self, num_steps: int, rollout: TensorDict) -> TensorDict:
-        """The rollout of new groups: a row for each completion. A ``DataError`` if nothing could be scored, several times in a row."""
+        """The rollout of new groups: a row for each completion. A ``RewardError`` if nothing could be scored, several times in a row."""
         kept, filtered = list[list[Transcript]](), list[list[Transcript]]()
         num_prompts, dynamic = self._cfg.num_prompts, self._cfg.algorithm.groups.collection.dynamic_sampling
         budget, taken, wanted = int(num_prompts * (1 + (dynamic or 0))), 0, num_prompts
@@ -611,27 +613,28 @@ class TextCollector(DataCollector):
                 (filtered if dynamic is not None and has_no_variance(group) else kept).append(group)
             taken += wanted
             wanted = min(num_prompts - len(kept), budget - taken)
-        self.position += taken  # only now: a rollout that fails is collected again, from the same prompts
-        self.iteration += 1
         self.members = [*chain(*kept, *filtered)]
         sampled = [(one, one.reward) for one in self.members if not one.greedy]
         self.finished = [Episode(float(r), one.written, one.stop != "length") for one, r in sampled if r is not None]
         self._unscored = 0 if self.finished else self._unscored + 1
         if self._unscored == MAX_UNSCORED:
-            raise DataError(
+            raise RewardError(
                 f"no completion of {MAX_UNSCORED} iterations in a row could be scored: {self._why_unscored([one for one, _ in sampled])}"
             )
         self.last_steps = sum(member.written for member in self.members)
         self._metrics = text_metrics(self.members, self.rewards.names, self._cfg.task.success_threshold)
-        if self.iteration == 1:
+        if self.iteration == 0:
             self._warn_of_lost_completions()
         self._metrics |= {f"reward/{name}": value for name, value in self.rewards.take_logged().items()}
-        epoch = self.position * self.world_size / self.data_size
+        epoch = (self.position + taken) * self.world_size / self.data_size
         self._metrics |= {"rollout/filtered_groups": float(len(filtered)), "rollout/epoch": epoch}
         rows = [training_row(member, self._cfg) for member in chain(*kept)]
         rows += [training_row(member, self._cfg)._replace(reward=None) for member in chain(*filtered)]
         rollout = text_rollout(rows)
-        return rollout if self.policy.actor_only else self._with_values(rollout)
+        rollout = rollout if self.policy.actor_only else self._with_values(rollout)
+        self.position += taken  # only now: a rollout that fails is collected again, from the same prompts
+        self.iteration += 1
+        return rollout
 
     def _why_unscored(self, members: Sequence[Transcript]) -> str:
         """The likely cause of completions without a reward, and how to mend it."""

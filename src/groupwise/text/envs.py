@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import numpy as np
 
 from groupwise.config.run import TextStartMode
-from groupwise.errors import EnvError, GroupwiseError
+from groupwise.errors import DataError, EnvError, GroupwiseError
 from groupwise.seeding import derive_seed
 from groupwise.text.rewards import Message, Prompt
 from groupwise.text.task import Start, read_prompt
@@ -110,6 +110,14 @@ def make_for(make: Makes, start: Start) -> TextEnv:
         ) from error
 
 
+def read_observation(where: str, observation: object) -> Prompt:
+    """``read_prompt`` of what an environment returned: an ``EnvError`` if it is neither a text nor messages."""
+    try:
+        return read_prompt(where, observation)
+    except DataError as error:
+        raise EnvError(str(error)) from None
+
+
 # Episodes, whose process-wide generators are their own
 
 
@@ -196,7 +204,7 @@ class TextEpisode:
             raise EnvError(
                 f"{self._name}.reset() returned {made!r:.80}; expected an observation and an info; fix: return observation, {{}}"
             )
-        self.prompt = read_prompt(f"{self._name}.reset()", made[0])
+        self.prompt = read_observation(f"{self._name}.reset()", made[0])
         self.tools = [*self.env.tools] if self.env is not None else ()
         self._note_state(self.prompt)
         return self.prompt
@@ -216,7 +224,7 @@ class TextEpisode:
         if not isinstance(observation, str | list | tuple):
             raise EnvError(f"{self._name}.step() returned {observation!r:.80}, not text or messages; fix: str(...)")
         found = [{"role": "user", "content": observation}] if isinstance(observation, str) else observation
-        messages = read_prompt(f"{self._name}.step()", found) if found else ()
+        messages = read_observation(f"{self._name}.step()", found) if found else ()
         assert not isinstance(messages, str)
         if not (messages or terminated or truncated):
             raise EnvError(

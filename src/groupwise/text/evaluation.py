@@ -12,7 +12,7 @@ from groupwise.collectors.vector import Conversation
 from groupwise.config.algorithm import BCCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextRunCfg, TextTaskCfg
-from groupwise.errors import ConfigError, DataError
+from groupwise.errors import ConfigError, DataError, RewardError
 from groupwise.policies.base import Policy
 from groupwise.report.folder import wilson_95
 from groupwise.seeding import derive_seed
@@ -119,7 +119,7 @@ class TextEvaluator:
         self._seed = seed
 
     def __call__(self) -> TextEvaluation:
-        """Complete and score the prompts; a ``DataError`` if none of the completions could be scored."""
+        """Complete and score the prompts; a ``RewardError`` if none of the completions could be scored."""
         evaluation = self._cfg.evaluation
         completions = [
             Transcript(prompt, number, derive_seed(self._seed, "eval", number, member), evaluation.deterministic)
@@ -135,7 +135,7 @@ class TextEvaluator:
         self._rewards.take_logged()  # such metrics are of training alone
         rewards = tuple(map(tuple, rewards_of_groups(completions)))
         if not rewards:
-            raise DataError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
+            raise RewardError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
         lengths = tuple(completion.written for completion in completions)
         whole = [member for member in completions if member.episode is None or not member.episode.broken]
         won, threshold = successes(whole), self._cfg.task.success_threshold

@@ -114,7 +114,7 @@ class ServedGenerator:
         ]
         with self._loading:  # not while a server loads
             before = self._reloads.copy()
-        answers = _at_once(_ask, asked)
+        answers = _at_once(_ask, asked, leaves=True)
         lost = [number for number, answer in enumerate(answers) if isinstance(answer, LostWeightsError)]
         if lost:
             with self._loading:  # unless another thread has done it
@@ -123,7 +123,7 @@ class ServedGenerator:
                     log.warning("%s; it gets the weights again", answers[lost[0]])
                     _at_once(partial(self._load, iteration=self.policy_version), [*servers])
                     self._reloads.update(servers)
-            for number, answer in zip(lost, _at_once(_ask, [asked[number] for number in lost]), strict=True):
+            for number, answer in zip(lost, _at_once(_ask, [asked[number] for number in lost], leaves=True), strict=True):
                 if isinstance(answer, LostWeightsError):
                     raise answer
                 answers[number] = answer
@@ -218,13 +218,13 @@ def _iteration(version: str) -> int:
     return int(version.rpartition("-")[2])
 
 
-def _at_once(work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-    """Results of ``work`` for each item, called in threads."""
+def _at_once(work: Callable[[Any], Any], items: Sequence[Any], *, leaves: bool = False) -> list[Any]:
+    """Results of ``work`` for each item, called in threads, which an interrupt ``leaves`` or waits for."""
     pool, wait = ThreadPoolExecutor(min(len(items), _AT_ONCE)), True
     try:
         return list(pool.map(work, items))
     except KeyboardInterrupt:  # what was trained is saved at once; close() ends the calls
-        wait = False
+        wait = not leaves
         raise
     finally:
         pool.shutdown(wait, cancel_futures=True)
@@ -247,6 +247,8 @@ Written = tuple[list[list[Transcript]], float]
 
 class AsyncCollector(ServedCollector):
     """Has rollouts written ahead: with the one that is trained on, at most ``max_staleness + 1`` of them."""
+
+    repeatable = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -17,9 +17,9 @@ from groupwise.config.run import OF_CALLS, TextTaskCfg
 from groupwise.errors import ConfigError, EnvError, GroupwiseError, UnknownNameError, require_extra
 from groupwise.plugins import TEXT_ENVS, TEXT_GAMES
 from groupwise.text.calls import Call, Schema, read_calls
-from groupwise.text.envs import Makes, Observation, TextEnv
+from groupwise.text.envs import Makes, Observation, TextEnv, read_observation
 from groupwise.text.rewards import Message, Prompt, awaited, make_registered
-from groupwise.text.task import TextTask, read_prompt
+from groupwise.text.task import TextTask
 from groupwise.text.tools import TOOLS, AnyTool, IsolatedTool, Tool, ask, make_tool
 
 # Tools
@@ -147,7 +147,7 @@ class ToolEnv(TextEnv):
         self._bind()
         prompt, observation = row.get(self._column), None
         if prompt is not None:
-            prompt = read_prompt(f"the column {self._column!r}", prompt)
+            prompt = read_observation(f"the column {self._column!r}", prompt)
         if self.made is not None:
             observation = awaited(self.made.reset(**row))
         parts = observation if isinstance(observation, list) else []

@@ -794,7 +794,8 @@ def play(
     if reel is not None:
         reel.write()
     returns, lengths, successes = zip(*played, strict=True)
-    return EvaluationResult(returns, lengths, successes=None if None in successes else successes), video
+    told = None if {*successes} == {None} else tuple(map(bool, successes))
+    return EvaluationResult(returns, lengths, successes=told), video
 
 
 def sample(
@@ -828,9 +829,8 @@ def sample(
     if isinstance(run, Run):
         _refuse_for_live(run, checkpoint, given)
     require_count("count", count)
-    cfg = (
-        run.cfg if isinstance(run, Run) else run if isinstance(run, CommonCfg) else read_cfg(RunFolder.open(Path(run)))
-    )
+    of_run = run.cfg if isinstance(run, Run) else run
+    cfg = of_run if isinstance(of_run, CommonCfg) else read_cfg(RunFolder.open(Path(of_run)))
     if not isinstance(cfg, TextRunCfg):
         raise ConfigError(f"{run} is a run on {cfg.subject}, without a language model; fix: groupwise eval")
     if (prompt is None) != (cfg.task.env is not None):

@@ -82,6 +82,23 @@ def test_an_evaluation_without_any_success_flag_is_one_of_rate_0(runs):
     assert method.env_steps == 1000
 
 
+@pytest.mark.parametrize("part", ["eval", "rollout"])
+def test_a_run_that_never_succeeds_counts_if_others_tell_of_success(part, runs):
+    """Also without evaluations, where the last rollout has no flag."""
+
+    def without_evaluations(entry):
+        kept = {key: value for key, value in entry.items() if part == "eval" or not key.startswith("eval/")}
+        return kept | ({f"{part}/success_rate": 0.5} if told and entry["iteration"] < 4 else {})
+
+    for told, pattern in ((True, "g/seed_*"), (False, "p/seed_*")):
+        for path in Path().glob(pattern):
+            rewrite_metrics(path, without_evaluations)
+    [found] = gw.compare(runs, metric="success_rate").environments
+    assert [method.scores for method in found.methods] == [(0.0, 0.0, 0.0)] * 2
+    assert {method.env_steps for method in found.methods} == {1000}
+    assert found.methods[0].curve.iqm[0] == 0.5
+
+
 def test_evaluations_that_do_not_count_are_left_out_and_such_runs_are_named():
     """Those up to iteration 2 had other settings."""
     write_seeds(Path("g"), (8.0, 8.0), provenance={"scores_from": 2})

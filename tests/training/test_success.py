@@ -20,6 +20,7 @@ from groupwise.envs.make import make_env
 from groupwise.errors import EnvError
 from groupwise.policies.base import Action
 from groupwise.report.folder import scores_of
+from groupwise.run import play
 from groupwise.training.callbacks import Evaluate
 from groupwise.training.checkpoint import Identity, load_checkpoint
 from groupwise.training.evaluation import EvaluationResult, evaluate_policy
@@ -147,6 +148,20 @@ def test_an_evaluation_without_any_flag_counts_as_failed_if_another_one_has_flag
     found = scores_of([won, best])
     assert (found["success_rate"], found["best_success_rate"]) == (0.0, 0.0)
     assert "success_rate" not in scores_of([best])
+    trained = [
+        {"iteration": 1, "rollout/return_mean": 1.0, "rollout/success_rate": 0.5},
+        {"iteration": 2, "rollout/return_mean": 0.0},
+    ]
+    assert scores_of(trained)["training_success_rate"] == 0.0
+
+
+@pytest.mark.parametrize(("flags", "told"), [((None, True), (False, True)), ((None, None), None)])
+def test_episodes_that_are_played_count_as_those_of_evaluations(flags, told, tmp_path, monkeypatch):
+    run = train(tmp_path / "run")
+    played = [(1.0, 3, flag) for flag in flags]
+    monkeypatch.setattr("groupwise.run.play_episodes", lambda *settings: played)
+    found, _ = play(run.path, 2, env=partial(Touch, "is_success"))
+    assert found.successes == told
 
 
 def test_success_of_each_task_by_hand():

@@ -10,7 +10,7 @@ from groupwise.comparison.results import Comparison, Measure, Reference, RunReco
 from groupwise.config.base import flat
 from groupwise.config.run import BUDGETS, Budget, EvaluationMetric, text_subject
 from groupwise.errors import ConfigError, RunFolderError
-from groupwise.report.folder import SCORES, RunFolder, evaluations_of
+from groupwise.report.folder import SCORES, RunFolder
 
 # Methods: grouping of runs by their settings (plain data), names, and differing settings
 
@@ -102,7 +102,8 @@ class _Run(NamedTuple):
     """Name of its method, if the user gave one."""
     config: dict[str, Any]
     method: Flat
-    points: dict[Measure, list[tuple[int, float]]]
+    points: dict[Measure, list[tuple[int, float | None]]]
+    """Steps and scores; None where no episode told of success."""
     """(env steps, score) of each measurement."""
     summary: dict[str, Any]
     given: list[str]
@@ -166,12 +167,19 @@ def compare(
                 f"{environment}: forked, or continued with another budget or other settings: {named}; a part of their "
                 "training may have had other settings than the ones compared here"
             )
-        measure: Measure = "evaluation" if all(run.points["evaluation"] for run in members) else "training"
+        told: set[Measure] = {
+            kind for kind in _PREFIXES for run in members for _, score in run.points[kind] if score is not None
+        }
+        has_all = "evaluation" in told and all(run.points["evaluation"] for run in members)
+        measure: Measure = "evaluation" if has_all else "training"
         for label, one in methods.items():
             for run in sorted(one, key=lambda run: run.config["seed"]):
-                if not run.points[measure]:
+                if measure not in told or not run.points[measure]:
                     raise RunFolderError(f"{run.path} holds no {metric.replace('_', ' ')}s; fix: leave it out")
-                steps, returns = zip(*run.points[measure], strict=True)
+                steps, scores = zip(*run.points[measure], strict=True)
+                returns = tuple(
+                    score or 0.0 for score in scores
+                )  # no episode had the flag, where others told of success
                 unit = "tokens written" if "task" in run.config else "environment steps"
                 seconds, memory = run.summary.get("seconds"), run.summary.get("peak_memory_mib")
                 seed, source = run.config["seed"], str(run.path)
@@ -234,10 +242,14 @@ def _read_run(path: Path, name: str | None, metric: EvaluationMetric) -> _Run:
     known = folder.read_provenance()
     given = known["given_in_python"]
     method = method_of(config) | {"given_in_python": sorted(given)}
-    points: dict[Measure, list[tuple[int, float]]] = {}
-    for measure, prefix in _PREFIXES.items():
-        key, entries = f"{prefix}/{SCORES[metric]}", evaluations_of(metrics) if measure == "evaluation" else metrics
-        points[measure] = [(entry["env_steps"], entry[key]) for entry in entries if key in entry]
+    points = {
+        measure: [
+            (entry["env_steps"], entry.get(f"{prefix}/{SCORES[metric]}"))
+            for entry in metrics
+            if f"{prefix}/return_mean" in entry
+        ]
+        for measure, prefix in _PREFIXES.items()
+    }
     changed = any(known[name] for name in ("forked_from", "resumed", "scores_from"))
     return _Run(path, name, config, method, points, summary, given, changed)
 

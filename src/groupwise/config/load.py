@@ -368,9 +368,9 @@ def _given(algorithm: str | AlgorithmCfg | Tree | None, fields: Tree, preset: st
     given: Tree = {key: _plain(value) for key, value in fields.items() if value is not None}
     if algorithm is not None:
         given["algorithm"] = {"name": algorithm} if isinstance(algorithm, str) else _plain(algorithm)
-    if preset is not None and isinstance(algorithm, AlgorithmCfg):
-        if algorithm.model_fields_set == type(algorithm).model_fields.keys():  # of another run
-            given["algorithm"] = _under_preset(given["algorithm"], preset)
+    whole = isinstance(algorithm, AlgorithmCfg) and algorithm.model_fields_set == type(algorithm).model_fields.keys()
+    if whole and preset is not None:
+        given["algorithm"] = _under_preset(given["algorithm"], preset)
     return given
 
 

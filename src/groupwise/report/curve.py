@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from groupwise import system as files
-from groupwise.report.folder import interval_of
+from groupwise.report.folder import interval_of, with_success_rates
 
 TRAINING, EVALUATION = "#4c72b0", "#c44e52"
 COLORS = ("#0173b2", "#de8f05", "#029e73", "#d55e00", "#cc78bc", "#ca9161", "#fbafe4", "#949494", "#ece133", "#56b4e9")
@@ -39,7 +39,7 @@ def curve_svg(metrics: Sequence[Mapping[str, Any]], title: str, xlabel: str, yla
         metrics: entries of ``metrics.jsonl``; nothing is drawn for keys that none of them has.
         look: CSS of the picture.
     """
-    panels = {"return_mean": ylabel}
+    panels, metrics = {"return_mean": ylabel}, with_success_rates(metrics)
     if any("rollout/success_rate" in entry or "eval/success_rate" in entry for entry in metrics):
         panels["success_rate"] = "success rate"
     body = f'<text x="{WIDTH / 2}" y="20" font-size="15">{escape(title)}</text>'

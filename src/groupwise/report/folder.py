@@ -457,16 +457,23 @@ def scores_of(metrics: list[dict[str, Any]], metric: EvaluationMetric = "return"
             interval = interval_of(final, "success_rate")
             scores |= {"success_rate": rate, "success_ci95": None if interval is None else list(interval)}
             scores["best_success_rate"] = best.get("eval/success_rate")
-    if "rollout/success_rate" in last:
-        scores["training_success_rate"] = last["rollout/success_rate"]
+    if (rate := with_success_rates(metrics)[-1].get("rollout/success_rate")) is not None:
+        scores["training_success_rate"] = rate
     return scores | {"training_return_mean": last.get("rollout/return_mean")}
 
 
 def evaluations_of(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The entries with an evaluation. Where some have a success rate, it is 0 in the others: no episode had the flag."""
-    found = [entry for entry in metrics if "eval/return_mean" in entry]
-    absent = {"eval/success_rate": 0.0} if any("eval/success_rate" in entry for entry in found) else {}
-    return [{**absent, **entry} for entry in found]
+    """The entries with an evaluation, and their success rates."""
+    return [entry for entry in with_success_rates(metrics) if "eval/return_mean" in entry]
+
+
+def with_success_rates(metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The entries. Where some have a success rate, it is 0 in others with a return: no episode had the flag."""
+    told = [part for part in ("rollout", "eval") if any(f"{part}/success_rate" in entry for entry in metrics)]
+    return [
+        {f"{part}/success_rate": 0.0 for part in told if f"{part}/return_mean" in entry} | {**entry}
+        for entry in metrics
+    ]
 
 
 def interval_of(entry: Mapping[str, Any], score: str = "return_mean") -> tuple[float, float] | None:

@@ -123,7 +123,9 @@ class ServedGenerator:
                     log.warning("%s; it gets the weights again", answers[lost[0]])
                     _at_once(partial(self._load, iteration=self.policy_version), [*servers])
                     self._reloads.update(servers)
-            for number, answer in zip(lost, _at_once(_ask, [asked[number] for number in lost], leaves=True), strict=True):
+            for number, answer in zip(
+                lost, _at_once(_ask, [asked[number] for number in lost], leaves=True), strict=True
+            ):
                 if isinstance(answer, LostWeightsError):
                     raise answer
                 answers[number] = answer

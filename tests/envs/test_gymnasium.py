@@ -171,6 +171,17 @@ def test_numbers_are_not_changed_to_fit_the_space(env, message):
         made.reset(seed=0)
 
 
+def test_an_error_of_the_users_own_step_stays_as_it_is():
+    class Fails(Countdown):
+        def step(self, action):
+            np.bincount(np.array([0.5]))
+
+    made = GymnasiumVectorEnv(SyncVectorEnv([lambda: Fails(2)]), env_id="Fails", max_episode_steps=None)
+    made.reset(seed=0)
+    with pytest.raises(TypeError, match=r"^Cannot cast array data"):
+        made.step(ACTION[:1])
+
+
 def test_a_step_says_what_its_space_does_not_allow():
     class Changes(Countdown):
         observation_space = gymnasium.spaces.Box(0, 9, (1,), np.int64)

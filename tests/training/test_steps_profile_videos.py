@@ -118,11 +118,13 @@ def test_the_first_iteration_is_not_recorded_and_a_short_run_writes_what_there_i
     [(30, "Profile of 2 iterations: "), (10, "no profile: no iteration ended after the first")],
 )
 def test_a_profile_says_how_many_iterations_it_has(total_steps, printed, parts, tmp_path, capsys):
-    trainer = parts.trainer(Profiler(9), total_steps=total_steps)
-    trainer.run_dir = tmp_path
-    trainer.train()
-    assert printed in capsys.readouterr().err
-    assert (tmp_path / "profile").exists() == (total_steps > 10)
+    profiler = Profiler(9)
+    for name in ("first", "second"):  # one object for both, as a resumed run has it
+        trainer = parts.trainer(profiler, total_steps=total_steps)
+        trainer.run_dir = tmp_path / name
+        trainer.train()
+        assert printed in capsys.readouterr().err
+        assert (tmp_path / name / "profile").exists() == (total_steps > 10)
 
 
 def test_videos_that_were_asked_for_and_cannot_be_are_told_once(tmp_path, caplog, pictures):

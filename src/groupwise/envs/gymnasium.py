@@ -1,6 +1,8 @@
 """Gymnasium's vector environments as tensors, in any of its three autoreset modes, and wrappers of single environments."""
 
 import copy
+import os
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, SupportsFloat, cast
@@ -158,7 +160,9 @@ class GymnasiumVectorEnv(VectorEnv):
         try:
             yield
         except TypeError as error:
-            if not str(error).startswith("Cannot cast array data"):
+            frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+            own = method == "step" and not any(name.startswith(_UTILS) for name in frames)  # in the user's code
+            if own or not str(error).startswith("Cannot cast array data"):
                 raise
             raise DataError(
                 f"{method}() of {self.env_id} returned what {self.observation_space!s:.80} does not allow: {error}; fix: return "
@@ -171,7 +175,8 @@ class GymnasiumVectorEnv(VectorEnv):
 
 # Wrappers of single environments
 
-_HANDS_ON = frozenset(
+_UTILS = os.path.dirname(gymnasium.vector.utils.__file__)
+_PASS_OBSERVATIONS_ON = frozenset(
     kind.step
     for kind in (
         gymnasium.Wrapper,
@@ -189,7 +194,7 @@ _HANDS_ON = frozenset(
 def _draws_on_demand(env: gymnasium.Env) -> bool:
     """Whether the image that the environment draws is the one that all its wrappers return."""
     while isinstance(env, gymnasium.Wrapper):
-        if type(env).step not in _HANDS_ON:
+        if type(env).step not in _PASS_OBSERVATIONS_ON:
             return False
         env = env.env
     return isinstance(env, DrawsOnDemand)

@@ -279,7 +279,7 @@ RULES = (  # causes go before their consequences
     )),
     Rule("Evaluation against training", (RETURN, SCORE),
          "Sampled in training {v.late:.4g}, last evaluation {m[eval/return_mean].last:.4g}.", draws=2, sick=(
-        (lambda m, v: m.samples and _falls_short(m, v), "It may do worse where it never trained: more starts, or more data."),
+        (lambda m, v: m.samples and _falls_short(m, v), "Starts of evaluations may differ from those of training: train on more starts, or more data."),
         (_falls_short, "The policy may need random actions: evaluation.deterministic=false."),
     )),
     Rule("Last against best", (SCORE, "eval/return_std", "eval/episodes"), "Last {v.last:.4g}, best {v.max:.4g}.", sick=(

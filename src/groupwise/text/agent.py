@@ -433,7 +433,8 @@ class LanguageAgent:
     def save(self, path: str | Path) -> None:
         """Write settings and a checkpoint into a folder, in place of those of an earlier ``save``.
 
-        It is a run folder, which ``gw.sample``, ``gw.Run.load`` and ``groupwise export`` read, too.
+        It is a run folder, which ``gw.sample``, ``gw.Run.load`` and ``groupwise export`` read, too. With settings of episodes
+        alone, such as ``gigpo``, ``gw.sample`` needs the ``env`` again, and plays in it.
 
         Raises:
             RunFolderError: the folder is that of a training run, or has other files.
@@ -468,10 +469,8 @@ class LanguageAgent:
         if "task" not in settings:
             raise ConfigError(f"{path} is a run on an environment, without a language model; fix: gw.Run.load")
         agent, cfg = cls.__new__(cls), TextRunCfg(**settings)
-        ours, task = (
-            cfg,
-            TextTaskCfg(**{name: vars(cfg.task)[name] for name in _OF_PROMPTS}),
-        )  # the rest is of a PromptEnv
+        task = TextTaskCfg(**{name: vars(cfg.task)[name] for name in _OF_PROMPTS})  # the rest is of a PromptEnv
+        ours = cfg
         if cfg.task.has_env and folder.metrics.exists():  # of a run's turns, which a PromptEnv need not have
             longest = cfg.task.max_turns * cfg.sampling.max_new_tokens
             ours = cfg.model_copy(update={"algorithm": with_max_length(cfg.algorithm, longest)})

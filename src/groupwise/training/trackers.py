@@ -204,14 +204,14 @@ class Profiler(Callback):
         require_count("iterations", iterations)
         self.iterations = iterations
         self._profile: torch.profiler.profile | None = None
-        self._recorded = -1  # the first iteration is the warm-up
+        self._recorded = 0
         self._suffix = ""
 
     def on_training_start(self, trainer: Trainer) -> None:
         """Begin: the first iteration is the warm-up."""
         if trainer.run_dir is None:
             raise ConfigError("Profiler writes into the run folder; fix: Trainer(..., run_dir=...)")
-        self._folder = trainer.run_dir / "profile"
+        self._folder, self._recorded = trainer.run_dir / "profile", -1
         self._suffix = f"-{trainer.engine.rank}" if trainer.engine.world_size > 1 else ""
         steps = torch.profiler.schedule(wait=0, warmup=1, active=self.iterations, repeat=1)
         self._profile = torch.profiler.profile(schedule=steps, on_trace_ready=self._write)

@@ -355,6 +355,15 @@ def test_demonstrations_of_a_held_out_prompt_are_dropped_whatever_they_answer(tm
         clone(rows[:2], model, tmp_path / "run", task=task, total_iterations=1, total_steps=None, num_prompts=1)
 
 
+def test_conversations_that_begin_alike_and_go_on_differently_are_other_ones(tmp_path):
+    model = save_model(tmp_path / "model", chat=True, positions=128)
+    begin, end = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}], TURNS[2:]
+    rows = [{"messages": [*begin, {"role": "user", "content": str(n)}, *end]} for n in range(3)]
+    task = {"prompt_column": "messages", "eval_data": rows[2:]}
+    run = clone(rows[:2], model, tmp_path / "run", task=task, total_iterations=1, total_steps=None, num_prompts=2)
+    assert run.metrics()[-1]["eval/demo_loss"] > 0
+
+
 def test_weights_come_from_a_run_or_a_checkpoint_and_a_critic_begins_afresh(model, tmp_path, capsys):
     run = clone(PLAIN, model, tmp_path / "clone", total_steps=40, algorithm={"learning_rate": 1e-2})
     task = gw.TextTask(["12", "3"], reward=lambda completions, **columns: [float(len(c)) for c in completions])

@@ -42,7 +42,7 @@ from groupwise.text.generation import complete
 from groupwise.text.load import load_causal_lm
 from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
-from groupwise.text.task import Example, PromptEncoder, Start, TextTask, demonstration, without_overlap
+from groupwise.text.task import Example, PromptEncoder, Start, TextTask
 from groupwise.text.tool_env import env_of
 from groupwise.training.build import Components, UserObjects, algorithm_class, check_rollout_fits, pick_device
 from groupwise.training.callbacks import CheckSamplerMismatch
@@ -224,17 +224,16 @@ def _cloning_components(
     cfg: TextRunCfg, given: UserObjects, engine: Engine, task: TextTask, *, restored: bool
 ) -> TextComponents:
     """The components of a run that clones completions."""
-    train, held_out = task.load()
-    demos = [[demonstration(example) for example in part] for part in (train, held_out)]
-    if cfg.task.eval_overlap != "keep" and cfg.task.env is None:  # conversations may differ only after the prompt
-        demos[0] = without_overlap(*demos)
+    train, held_out = task.load(demos=True)
     algorithm = build_algorithm(cfg, given.policy, engine, restored=restored)
     policy = policy_to_train(algorithm)
     encoder, stops = PromptEncoder(policy.tokenizer, cfg.task), list(policy.sampling.stop)
     if (make := env_of(task)) is not None:
         with closing(make_for(make, Start(0))) as env:
             stops += env.stop
-    rows, others = (demonstrated_rows(part, encoder, policy, tuple(stops)) if part else [] for part in demos)
+    rows, others = (
+        demonstrated_rows(part, encoder, policy, tuple(stops)) if part else [] for part in (train, held_out)
+    )
     collector = CompletionCollector(policy, rows, cfg, engine)
     buffer = TextBuffer(on_nonfinite=cfg.algorithm.on_nonfinite)
     scores = CompletionScores(algorithm, others, cfg.evaluation.interval)

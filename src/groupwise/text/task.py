@@ -145,11 +145,15 @@ def gym_examples(
 
 
 def without_overlap(train: Sequence[Example], held_out: Sequence[Example]) -> list[Example]:
-    """The training examples, at least one, whose prompts are not held out but for white space. Warns of the others."""
+    """The training examples, at least one, whose prompts are not held out but for white space. Warns of the others.
+
+    A prompt of a demonstration is all that the assistant answers, also in later turns.
+    """
 
     def key(example: Example) -> tuple[tuple[str, str], ...]:
         prompt = example.prompt
         messages = ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+        messages += tuple(message for message in example.turns if message["role"] != "assistant")
         return tuple((message["role"], " ".join(message["content"].split())) for message in messages)
 
     keys = {*map(key, held_out)}
@@ -251,6 +255,8 @@ def demonstration(example: Example) -> Example:
     """The example with its turns: the column ``completion``, a text or messages; else its prompt from the first message of the
     assistant on. A ``DataError`` if it has neither, or the assistant's messages are not in turn with answers.
     """
+    if example.turns:
+        return example
     prompt, columns = example.prompt, dict(example.columns)
     where, found = f"prompt {str(prompt)[:80]!r}", columns.pop("completion", None)
     if found is not None:
@@ -623,14 +629,19 @@ class TextTask:
         task.cfg, task.given = cfg, given._asdict()
         return task
 
-    def load(self) -> tuple[list[Example], list[Example]]:
+    def load(self, *, demos: bool = False) -> tuple[list[Example], list[Example]]:
         """Examples to train on, and those held out; the former without the latter unless ``eval_overlap="keep"``.
+
+        Args:
+            demos: whether they are demonstrations, with their ``turns``.
 
         Raises:
             ConfigError: data that were given in Python are missing.
             DataError: no examples, or examples that cannot be read.
         """
         train, held_out = self._examples("data"), self.held_out()
+        if demos:
+            train, held_out = ([demonstration(one) for one in part] for part in (train, held_out))
         if self.cfg.eval_overlap == "keep" or self.cfg.env is not None:
             return train, held_out
         return without_overlap(train, held_out), held_out

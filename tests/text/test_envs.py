@@ -666,12 +666,16 @@ def test_an_environment_is_found_by_its_name_also_in_a_file(model, tmp_path):
 
 def test_a_registered_function_makes_the_environment():
     @gw.register_text_env("test/Function-v0")
-    def make(turns: int = 3):
+    def make(turns: int):
         return Guess(turns)
 
     try:
         cfg = TextTaskCfg(env="test/Function-v0", env_kwargs={"turns": 2})
         assert make_text_env(cfg)().turns == 2
+        with pytest.raises(
+            gw.errors.ConfigError, match=r"missing a required argument: 'turns'; fix: settings that fit"
+        ):
+            make_text_env(TextTaskCfg(env="test/Function-v0"))()
     finally:
         del TEXT_ENVS["test/Function-v0"]
 

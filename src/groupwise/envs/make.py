@@ -327,7 +327,7 @@ def check_rows(env: object, num_envs: int | None) -> None:
     """Refuse a ready environment of another number of rows than ``num_envs``, if that is set."""
     if isinstance(env, VectorEnv | gymnasium.vector.VectorEnv) and num_envs not in (None, env.num_envs):
         name = env.env_id if isinstance(env, VectorEnv) else type(env).__name__
-        raise EnvError(f"{name} has {env.num_envs} rows, but num_envs is {num_envs}; fix: as many as num_envs says")
+        raise EnvError(f"{name} has {env.num_envs} rows, but num_envs is {num_envs}; fix: as many, or leave it out")
 
 
 def _adopt(env: gymnasium.vector.VectorEnv, device: torch.device | str) -> VectorEnv:

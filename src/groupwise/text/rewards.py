@@ -46,9 +46,16 @@ log = logging.getLogger(__name__)
 
 
 def make_registered(
-    kind: str, registry: Mapping[str, Callable[..., Any]], name: str, settings: Mapping[str, Any], *first: Any
+    kind: str,
+    registry: Mapping[str, Callable[..., Any]],
+    name: str,
+    settings: Mapping[str, Any],
+    *first: Any,
+    makes: bool = False,
 ) -> Any:
     """An object of a registered class, made with the settings, or a registered function with the settings bound.
+
+    A function that ``makes`` the object is called with the settings, as a class is.
 
     Arguments that a function is called with are in ``first``, if they are known. A ``ConfigError`` if there is none of that name,
     or a setting does not exist, is missing or has the wrong type.
@@ -57,8 +64,9 @@ def make_registered(
         raise UnknownNameError(kind, name, registry, more="; one of yours: register it, and name its file by --plugin")
     made, what = registry[name], f"{kind} {name!r}"
     is_class, signature = inspect.isclass(made), inspect.signature(made)
+    makes = makes or is_class
     try:
-        if is_class:
+        if makes:
             signature.bind(**settings)
         else:
             (signature.bind if first else signature.bind_partial)(*first, **settings)
@@ -76,7 +84,7 @@ def make_registered(
                     f"{what}: {key} = {settings[key]!r}: {error.errors()[0]['msg']}; fix: its value"
                 ) from error
             settings = {**settings, key: value}  # as files have it, where a tuple is a list
-    return made(**settings) if is_class else partial(made, **settings)
+    return made(**settings) if makes else partial(made, **settings)
 
 
 # Functions in a separate process, which is killed with its children when a call takes too long

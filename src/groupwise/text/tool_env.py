@@ -354,8 +354,6 @@ def make_text_env(
                 name = make.__name__
                 raise ConfigError(f"the environment {name}: {error}; fix: env=lambda: {name}(...)") from None
         one = make()
-        if isinstance(one, partial):  # a registered function with its settings
-            one = one()
         if not isinstance(one, TextEnv):
             return ToolEnv(one, **settings)
         if functions:
@@ -386,7 +384,7 @@ def make_text_env(
             "textworld": textworld.TextWorld,
         }
         registry, kwargs = {cfg.env: games[family]}, cfg.env_kwargs | {"game": game}
-    return partial(whole, partial(make_registered, "text env", registry, cfg.env, kwargs))
+    return partial(whole, partial(make_registered, "text env", registry, cfg.env, kwargs, makes=True))
 
 
 def _registered_tool(name: str) -> Any:

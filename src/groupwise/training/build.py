@@ -337,7 +337,8 @@ def _has_same_spaces(cfg: EnvCfg, rows: Any) -> bool:
     """Whether single environments can be made, and have the spaces of these rows of a ``gymnasium.vector.VectorEnv``."""
     try:
         one = make_one(cfg, None)
-    except EnvError:  # arguments that only the vector environment takes
+    except Exception as error:  # such as arguments that only the vector environment takes
+        log.info("a single environment of %s cannot be made: %s", cfg.id, error)
         return False
     with closing(one):
         return (one.observation_space, one.action_space) == (rows.single_observation_space, rows.single_action_space)
@@ -345,13 +346,14 @@ def _has_same_spaces(cfg: EnvCfg, rows: Any) -> bool:
 
 def no_second_env(env: object) -> ConfigError:
     """The error for an environment that cannot be made again."""
-    what = type(env).__name__
-    fix = "give an id, a callable that returns one gymnasium.Env, or one with a parameter num_envs that returns a GroupEnv"
     if env is None:
-        what, fix = "what env.vectorization='entry_point' makes", "env.vectorization='sync'"
+        return ConfigError(
+            "env.vectorization='entry_point' allows no evaluation here: its single environments cannot be made, or have other "
+            "spaces; fix: leave evaluation.interval and stop.threshold out, and evaluate by a loop of your own"
+        )
     return ConfigError(
-        f"{what} cannot be made a second time for evaluation, with rows that start one by one; fix: leave evaluation.interval and "
-        f"stop.threshold out, or {fix}"
+        f"{type(env).__name__} cannot be made a second time for evaluation; fix: leave evaluation.interval and stop.threshold out, or give "
+        "an id, a callable that returns one gymnasium.Env, or one with a parameter num_envs that returns a GroupEnv"
     )
 
 
@@ -411,9 +413,7 @@ class EnvComponents(Components):
     def evaluator(self) -> EnvEvaluator | None:
         """The evaluator; None if the environment cannot be made a second time."""
         if separate_env(self.cfg.env, self.given.env) is None:
-            log.warning(
-                "no evaluation: %s cannot be made a second time, with rows that start one by one", self.identity.env_id
-            )
+            log.warning("no evaluation: %s cannot be made a second time, with the same spaces", self.identity.env_id)
             return None
         seed = derive_seed(self.cfg.seed, "evaluation")
         return EnvEvaluator(self.cfg, self.given, self.policy, seed=seed, fresh=self._start_mode() == "fresh")

@@ -86,6 +86,16 @@ def test_parts_that_are_named_and_turns_that_are_steps_are_fine():
     assert turns.algorithm.credit.returns == "turn"
 
 
+@pytest.mark.parametrize("env_id", ["CartPole-v1", "LunarLander-v3", "FrozenLake-v1"])
+def test_a_registered_rule_is_not_bound_by_the_baseline_of_a_preset(env_id):
+    """It takes the place of the composition, so nothing reads ``knn`` or ``lstd``."""
+    sampled = {"name": "grpo", "credit": {"rule": "mine"}, "collection": {"dynamic_sampling": 0.5}}
+    cfg = resolve(env_id, sampled).algorithm
+    assert (cfg.collection.dynamic_sampling, cfg.credit.composed_baseline.name) == (0.5, "mean")
+    parts = {"name": "grpo", "credit": {"rule": "mine", "reward": {"name": "parts", "names": ["a", "b"]}}}
+    assert resolve(env_id, parts).algorithm.credit.reward.names == ("a", "b")
+
+
 @pytest.mark.parametrize(
     ("reward", "message"),
     [

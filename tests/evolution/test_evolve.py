@@ -307,6 +307,7 @@ def test_the_command_takes_files_and_settings_of_train(tmp_path, monkeypatch, ca
         ([], "--search is missing"),
         (["--search", "nowhere.json"], "nowhere.json"),
         (["--search", '{"algorithm.gamma": [0.9, 0.99]}', "--total-steps", "5"], "--rounds times --round-steps"),
+        (["--search", '{"algorithm": ["ppo", "grpo"]}'], "search: algorithm cannot change in the middle of a run"),
         (["--search", '{"algorithm.gama": [0.9, 0.99]}'], "did you mean 'algorithm.gamma'"),
         (["--search", '{"algorithm.gamma": [0.9, 0.99]}', "--roundz", "5"], "--rounds"),
     ],

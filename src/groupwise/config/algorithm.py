@@ -246,6 +246,11 @@ class CreditCfg(Cfg):
         return self.rule != "composed" or self.returns.endswith("_to_go") or self.baseline.discounts
 
     @property
+    def composed_baseline(self) -> BaselineCfg:
+        """The baseline that is read; a registered rule reads none, and compares whole groups as ``mean`` does."""
+        return self.baseline if self.rule == "composed" else MeanCfg()
+
+    @property
     def remembers(self) -> bool:
         """Whether sums of earlier rewards are kept, whose unit must stay the same."""
         return self.rule == "composed" and self.baseline.name == "lstd" and self.baseline.decay > 0  # type: ignore[attr-defined]
@@ -253,11 +258,12 @@ class CreditCfg(Cfg):
     @model_validator(mode="after")
     def _check_together(self) -> "CreditCfg":
         by_step = isinstance(self.group_key, GroupStepCfg)
-        own = {field: getattr(vars(self)[field], "name", vars(self)[field]) for field in self.baseline.needs}
-        if wrong := {field: found for field, found in own.items() if found not in self.baseline.needs[field]}:
-            needs = ", ".join(f"{field}={' or '.join(map(repr, self.baseline.needs[field]))}" for field in wrong)
+        needed = self.composed_baseline.needs
+        own = {field: getattr(vars(self)[field], "name", vars(self)[field]) for field in needed}
+        if wrong := {field: found for field, found in own.items() if found not in needed[field]}:
+            needs = ", ".join(f"{field}={' or '.join(map(repr, needed[field]))}" for field in wrong)
             got = ", ".join(f"{field}={found!r}" for field, found in wrong.items())
-            fix = ", ".join(f"{field}={self.baseline.needs[field][0]!r}" for field in wrong)
+            fix = ", ".join(f"{field}={needed[field][0]!r}" for field in wrong)
             raise ValueError(
                 f"baseline={self.baseline.name!r} needs {needs}; got {got}, fix: {fix}, or baseline='mean'"
             )
@@ -590,7 +596,7 @@ class GRPOCfg(AlgorithmCfg, name="grpo"):
     def _check(self) -> "GRPOCfg":
         if self.kl_coef == 0 and self.sync_ref_model is not None:
             raise ValueError("sync_ref_model updates a reference, and kl_coef=0 has none; fix: kl_coef > 0, or None")
-        equal_returns_teach = self.credit.reward.name == "parts" or not self.credit.baseline.within_group
+        equal_returns_teach = self.credit.reward.name == "parts" or not self.credit.composed_baseline.within_group
         if equal_returns_teach and self.collection.dynamic_sampling is not None:
             raise ValueError(
                 f"credit.baseline={self.credit.baseline.name!r} with reward={self.credit.reward.name!r} learns from groups of "

@@ -41,7 +41,7 @@ from groupwise.run import MAX_ERROR, evaluate, read_settings, resume, train_from
 from groupwise.seeding import derive_seed
 from groupwise.system import num_cpus, show
 from groupwise.training.build import UserObjects
-from groupwise.training.checkpoint import fork_run, is_fixed
+from groupwise.training.checkpoint import FIXED, fork_run, is_fixed
 from groupwise.training.trainer import PAUSED, Callback, Trainer
 
 log = logging.getLogger(__name__)
@@ -310,7 +310,12 @@ def check_search(search: Mapping[str, RangeCfg | Choices], base: CommonCfg) -> N
         setting_at(base, path)
         values = (space.min, space.max) if isinstance(space, RangeCfg) else space
         no_reference = path == "algorithm.kl_coef" and 0 in values
-        if is_fixed(path) or path.split(".")[0] in _OF_ALL or no_reference:
+        if (
+            is_fixed(path)
+            or any(one.startswith(f"{path}.") for one in FIXED)
+            or path.split(".")[0] in _OF_ALL
+            or no_reference
+        ):
             what = f"{path} = 0" if no_reference else path
             raise ConfigError(f"search: {what} cannot change in the middle of a run; fix: leave it out")
         if inside := [other for other in search if other.startswith(f"{path}.")]:

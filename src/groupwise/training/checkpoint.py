@@ -503,7 +503,7 @@ def _other_spaces(saved: Identity | None, own: Identity) -> str:
 CheckpointName: TypeAlias = Literal["latest", "best"] | int
 """A checkpoint of a run; a number is that of its environment steps."""
 
-_FIXED = (
+FIXED = (
     "env.id",
     "env.num_envs",
     "env.vectorization",
@@ -632,4 +632,4 @@ def is_fixed(name: str, old: Any = ...) -> bool:
         return bool(old == 0)  # there is no reference
     if name.endswith(".init_from"):
         return old is None  # the checkpoint's weights would take the place of these
-    return any(f"{name}.".startswith(f"{prefix}.") for prefix in _FIXED)
+    return any(f"{name}.".startswith(f"{prefix}.") for prefix in FIXED)

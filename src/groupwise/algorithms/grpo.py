@@ -63,7 +63,9 @@ class GRPO(BaseAlgorithm):
         self._is_first = True
         self.memory: dict[str, Tensor] = {}
         """Tensors that the credit keeps from one update for the next."""
-        encoder = policy.state_encoder if cfg.credit.composed_baseline.states else None
+        baseline = cfg.credit.composed_baseline
+        self._within_group = baseline.within_group
+        encoder = policy.state_encoder if baseline.states else None
         self._encode: Callable[[Any], Any] = torch.no_grad()(encoder.forward) if encoder else lambda obs: obs
 
     def update(self, rollout: TensorDict) -> dict[str, float]:
@@ -76,7 +78,7 @@ class GRPO(BaseAlgorithm):
         mask, episode, group = batch["loss_mask"], batch["episode_id"], batch["group_id"]
         counts = torch.stack([group.max(), episode.max(), batch["step"].max()]) + 1
         num_groups, num_episodes, num_steps = counts.tolist()  # one host sync
-        if num_episodes and not 0 < num_groups < num_episodes and cfg.credit.composed_baseline.within_group:
+        if num_episodes and not 0 < num_groups < num_episodes and self._within_group:
             raise DataError(
                 f"no group of the rollout has two members ({num_episodes} episodes, {num_groups} groups), so there is nothing "
                 "to compare; fix: collect it with GroupCollector, which starts the members of a group in the same state"
@@ -100,7 +102,7 @@ class GRPO(BaseAlgorithm):
             data = multiplied(data, chosen.to(evaluation.entropy))
 
         found: dict[str, Tensor] = {}
-        if cfg.credit.composed_baseline.within_group:
+        if self._within_group:
             # groups whose members all did equally well, in every part of the reward that is compared
             raw = weighted_rewards(credit._replace(reward=batch["reward"], parts=None))
             returns = [weight * episode_return(reward, episode, num_episodes) for weight, reward in raw]

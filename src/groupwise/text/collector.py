@@ -632,8 +632,8 @@ class TextCollector(DataCollector):
         rows += [training_row(member, self._cfg)._replace(reward=None) for member in chain(*filtered)]
         rollout = text_rollout(rows)
         rollout = rollout if self.policy.actor_only else self._with_values(rollout)
-        self.position += taken  # only now: a rollout that fails is collected again, from the same prompts
-        self.iteration += 1
+        # only now: a rollout that fails is collected again, from the same prompts
+        self.position, self.iteration = self.position + taken, self.iteration + 1
         return rollout
 
     def _why_unscored(self, members: Sequence[Transcript]) -> str:

@@ -344,15 +344,17 @@ def examine_groups(
         add("Scale of observations", text, is_raw and size[largest] >= WILD, "Normalise them: policy.normalize_obs.")
     weights = [reward["weight"] for reward in config.get("task", {}).get("rewards", [])]
     totals: list[list[float]] = []  # of each member
-    for columns in files if len(weights) > 1 else ():
+    for columns in files if "task" in config else ():
         steps = zip(columns["group"], columns["member"], columns["reward_parts"], strict=True)
         for _, some in groupby(steps, key=lambda step: step[:2]):
             parts = [part for *_, part in some]
             totals += [np.sum(parts, axis=0).tolist()] if parts[0] is not None else []
-    if totals:
+    if totals:  # of two or more rewards; that of a text environment is the first
+        own = ["environment"] if len(totals[0]) == len(weights) + 1 else []
+        weights = [1.0] * len(own) + weights
         names = [name for entry in last for name in re.findall(r"reward/(\S+)_mean", " ".join(entry))]
         if len(names) != len(weights):  # a reward that gave nothing in the last iteration is not in its metrics
-            names = [f"reward {number}" for number in range(1, len(weights) + 1)]
+            names = own + [f"reward {number}" for number in range(1, len(weights) - len(own) + 1)]
         rewards = np.array(totals) * weights
         spans = dict(zip(names, np.ptp(rewards, axis=0).tolist(), strict=True))
         widest = max(spans, key=lambda name: spans[name])

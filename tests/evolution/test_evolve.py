@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -33,6 +34,7 @@ from groupwise import cli, plugins
 from groupwise.config.evolution import LaunchCfg
 from groupwise.evolution.population import AddNoise, Member, Population, Round, answered, fitted, possible
 from groupwise.plugins import pickled
+from groupwise.report.folder import RunFolder
 from groupwise.run import read_settings
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.trainer import Trainer
@@ -118,6 +120,26 @@ def test_resume_leaves_a_finished_search_as_it_is(whole, capsys):
     assert cli.main(["resume", str(whole.path)]) == 0
     assert state(whole.path) == before
     assert f"groupwise eval {whole.path}/best" in capsys.readouterr().out
+
+
+def test_resume_keeps_a_best_run_that_was_trained_further_and_replaces_one_that_is_lost(whole, tmp_path):
+    path = shutil.copytree(whole.path, tmp_path / "population")
+    gw.resume(path / "best", total_steps=384)
+    for lost, steps in ((False, 384), (True, 256)):
+        if lost:
+            (path / "best" / "config.json").unlink()
+        Population.resume(path)
+        assert gw.Run.load(path / "best").summary["env_steps"] == steps
+
+
+def test_a_best_run_is_not_replaced_while_a_process_trains_in_it(whole, tmp_path):
+    path = shutil.copytree(whole.path, tmp_path / "population")
+    with RunFolder(path / "best").locked():
+        Population.resume(path)
+        before = everything(path / "best")
+        with pytest.raises(gw.errors.RunFolderError, match=r"a process trains in .*best; fix: wait"):
+            Population.load(path).write_best()
+        assert everything(path / "best") == before
 
 
 @pytest.mark.parametrize(("progress", "shown"), [("auto", ["round 1/1", "round 2/2"]), ("none", [])])

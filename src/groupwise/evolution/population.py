@@ -278,9 +278,15 @@ class Population:
         best_member = f"best {best:.6g} ({ranked[0].name}: {shown})"
         return f"round {number + 1}/{self.cfg.rounds}   {best_member}   worst {worst:.6g} ({ranked[-1].name})"
 
+    def has_best(self) -> bool:
+        """Whether ``best/`` is there, and was not being replaced when the process ended."""
+        return RunFolder(self.path / "best").config.is_file() and not (self.path / ".best").exists()
+
     def write_best(self) -> None:
-        """Copy the run of the best member of the last round to ``best/``."""
+        """Copy the run of the best member of the last round to ``best/``; a ``RunFolderError`` while a process trains there."""
         copied, unfinished = self.path / "best", self.path / ".best"
+        if RunFolder(copied).is_training:
+            raise RunFolderError(f"a process trains in {copied}; fix: wait, or stop it, then resume the population")
         files.remove(unfinished)
         own = self.folder(self.best().name)
         try:
@@ -732,6 +738,7 @@ def go_on(
         files.appending(output).close()
     except OSError as error:  # a link, or no rights
         raise RunFolderError(f"{output} cannot be written ({error}); fix: another name, or the rights") from error
+    was_finished = population.round == cfg.rounds
     with RunFolder(population.path).locked(), closing(start_pool(launch, cfg.population, given, output)) as pool:
         while population.round < cfg.rounds:
             number, active, tasks = population.round, population.active(), []
@@ -757,7 +764,8 @@ def go_on(
                 show(population.line(number))
             _select(population, active, number, on_mutation)
             population.save()
-        population.write_best()
+        if not was_finished or not population.has_best():  # otherwise its user may have trained it further
+            population.write_best()
     return population
 
 

@@ -233,4 +233,4 @@ def test_a_resumed_run_logs_the_same_success(tmp_path):
     assert logged(again.path) == logged(whole.path)
     assert any("rollout/success_rate" in line for line in logged(whole.path)[3:])
     first, second = (load_checkpoint(path / "checkpoints" / "best").state for path in (whole.path, again.path))
-    assert first == second
+    assert first | {"seconds": 0} == second | {"seconds": 0}

@@ -308,12 +308,19 @@ def diagnose(folder: RunFolder) -> list[Finding]:
     others = examine_groups(config, ends, metrics[-1:])
     known = folder.read_provenance()
     again, end = plugins.resume_command(folder.shown, known["given_in_python"], known["plugins"]), "End of the run"
-    if summary.get("stopped") == "failed" and not folder.is_training:
+    has_failed, room = summary.get("stopped") == "failed", "Make room on the disk, or give rights to write"
+    if has_failed and not folder.is_training:
         text = f"An error ended it: {summary.get('error', 'its message was not kept')}"
         others.append(Finding(end, (), "bad", text, f"After its cause is gone: {again}"))
-    elif not summary and not folder.is_training:
+    elif not summary and not folder.is_training and not folder.is_agent:
         text = "It was killed, or its machine stopped: out of memory, or out of time?"
         others.append(Finding(end, (), "look", text, f"To continue it: {again}"))
+    if (steps := summary.get("unsaved_env_steps")) and not has_failed:  # an update that fails is not saved
+        text = f"The last {steps:,} {'tokens' if 'task' in config else 'steps'} are not saved."
+        others.append(Finding("Checkpoint", (), "bad", text, f"{room}, then: {again}"))
+    if iterations := summary.get("unlogged_iterations"):
+        text = f"The metrics of {iterations:,} iterations are not saved."
+        others.append(Finding("Metrics", (), "bad", text, f"{room}."))
     if config["algorithm"]["name"] == CLONING:
         own = ("rollout/", "time/advantage")
         metrics = [{key: value for key, value in entry.items() if not key.startswith(own)} for entry in metrics]

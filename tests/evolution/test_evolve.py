@@ -236,6 +236,22 @@ def test_a_search_without_its_python_objects_says_how_it_is_resumed(tmp_path):
         assert Population.resume(path, env=make).round == 2
 
 
+def test_an_interrupted_search_says_how_far_it_came_and_how_it_goes_on(tmp_path, monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    path = tmp_path / "q"
+    call = rf"Population\.resume\('{tmp_path}/p', env=\.\.\., on_mutation=\.\.\.\)$"
+    with pytest.raises(KeyboardInterrupt, match=f"interrupted after 0 of 1 rounds; continue with: .*{call}"):
+        evolve(tmp_path / "p", env=interrupt, on_mutation=interrupt, rounds=1)
+    monkeypatch.setattr("groupwise.evolution.population.play_all", interrupt)
+    words = ["--search", '{"algorithm.gamma": [0.9, 0.99]}', "--round-steps", "1e4", "--run-dir", str(path)]
+    assert cli.main(["evolve", "CartPole-v1", *words]) == 130
+    assert cli.main(["resume", str(path)]) == 130
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2:] == [f"groupwise: interrupted after 0 of 10 rounds; continue with: groupwise resume {path}"] * 2
+
+
 def test_on_mutation_sees_each_clone_and_may_change_it(tmp_path):
     seen = []
 

@@ -52,10 +52,26 @@ def test_train_takes_the_environment_s_preset(api, capsys):
     assert cli.main(["train", "CartPole-v1"]) == 0
     assert trained(api) == config.resolve("CartPole-v1")
     assert capsys.readouterr().out == (
-        "Done in 6.1 s: greedy return 500.0 (20 episodes, 95 % interval 490 to 510). Best 500.0 at step 23,457.\n"
+        "Done in 6.1 s: greedy return 500.0 (20 episodes, 95 % interval 490.0 to 510.0). Best 500.0 at step 23,457.\n"
         "Look:  groupwise report runs/x\n"
         "Next:  groupwise eval runs/x\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("score", "ends", "shown"),
+    [
+        (0.0625, [-0.03425, 0.1593], "0.06250 (20 episodes, 95 % interval -0.03425 to 0.1593). Best 0.06250"),
+        (0.9597, [0.9592, 0.9602], "0.9597 (20 episodes, 95 % interval 0.9592 to 0.9602). Best 0.9597"),
+        (12345.6, [12300.1, 12391.1], "12346 (20 episodes, 95 % interval 12300 to 12391). Best 12346"),
+        (1.0, None, "1.000 (20 episodes, no interval). Best 1.000"),
+    ],
+)
+def test_a_score_is_shown_as_exactly_as_its_interval(capsys, score, ends, shown):
+    summary = {"seconds": 6.1, "return_mean": score, "ci95": ends, "episodes": 20, "stopped": "total_steps"}
+    summary |= {"best_return_mean": score, "best_env_steps": 23_457}
+    print_run(SimpleNamespace(path=Path("runs/x"), summary=summary, cfg=config.resolve("CartPole-v1")))
+    assert f"greedy return {shown} at step" in capsys.readouterr().out
 
 
 def test_a_clone_goes_on_with_training_in_its_own_environment(capsys):

@@ -40,6 +40,20 @@ def test_a_run_that_was_killed(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1] == "There is nothing to look at yet."
 
 
+def test_what_a_full_disk_did_not_take_is_trouble(tmp_path, capsys):
+    lost = {"unsaved_env_steps": 1_250, "unlogged_iterations": 2}
+    run = write_run(tmp_path / "run", evaluated=False, summary=lost)
+    assert cli.main(["doctor", str(run)]) == 1
+    _, steps, again, metrics, room = capsys.readouterr().out.splitlines()
+    assert steps == "trouble  Checkpoint: The last 1,250 steps are not saved."
+    assert again.endswith(f"then: groupwise resume {run}")
+    assert metrics == "trouble  Metrics: The metrics of 2 iterations are not saved."
+    assert room.strip().startswith("fix: Make room")
+    run = write_run(tmp_path / "failed", evaluated=False, summary={"unsaved_env_steps": 250, "stopped": "failed"})
+    assert cli.main(["doctor", str(run)]) == 1
+    assert "Checkpoint" not in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_this_installation_is_sound(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)

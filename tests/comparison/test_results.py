@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from groupwise.comparison.results import RunRecord, compare_records, figure
@@ -41,6 +42,14 @@ def test_what_a_method_reached():
     assert (lacks.seconds, lacks.memory_mib) == (None, 50.0), "a median needs the number of every run"
     [pair] = found.improvements
     assert (pair.method, pair.other, pair.probability.value) == ("a", "b", 1.0)
+
+
+def test_arrays_of_other_libraries_are_numbers_like_any():
+    found = [run._replace(env_steps=np.array(run.env_steps), returns=np.array(run.returns)) for run in A + B]
+    assert compare_records(found) == compare_records(A + B)
+    episodes = A[0]._replace(returns=np.ones((3, 5)))  # those of each evaluation
+    with pytest.raises(DataError, match="15 returns at 3 steps; expected one at each"):
+        compare_records([episodes])
 
 
 def test_curves_of_other_evaluation_times_stand_on_one_grid():

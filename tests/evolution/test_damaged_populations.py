@@ -147,6 +147,7 @@ def test_a_file_that_is_no_state_is_one_clear_error(folder, text, capsys):
 def test_a_finished_population_without_its_best_member_is_one_clear_error(whole, tmp_path):
     path = shutil.copytree(whole.path, tmp_path / "population")
     shutil.rmtree(path / "members" / whole.best().name)
+    (path / ".best").mkdir()  # it was being replaced
     with pytest.raises(gw.errors.RunFolderError, match=r"cannot be copied: .*; fix: restore it"):
         Population.resume(path, workers=1)
     assert (path / "best" / "config.json").is_file()

@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -33,6 +34,7 @@ from groupwise import cli, plugins
 from groupwise.config.evolution import LaunchCfg
 from groupwise.evolution.population import AddNoise, Member, Population, Round, answered, fitted, possible
 from groupwise.plugins import pickled
+from groupwise.report.folder import RunFolder
 from groupwise.run import read_settings
 from groupwise.training.checkpoint import load_checkpoint
 from groupwise.training.trainer import Trainer
@@ -118,6 +120,26 @@ def test_resume_leaves_a_finished_search_as_it_is(whole, capsys):
     assert cli.main(["resume", str(whole.path)]) == 0
     assert state(whole.path) == before
     assert f"groupwise eval {whole.path}/best" in capsys.readouterr().out
+
+
+def test_resume_keeps_a_best_run_that_was_trained_further_and_replaces_one_that_is_lost(whole, tmp_path):
+    path = shutil.copytree(whole.path, tmp_path / "population")
+    gw.resume(path / "best", total_steps=384)
+    for lost, steps in ((False, 384), (True, 256)):
+        if lost:
+            (path / "best" / "config.json").unlink()
+        Population.resume(path)
+        assert gw.Run.load(path / "best").summary["env_steps"] == steps
+
+
+def test_a_best_run_is_not_replaced_while_a_process_trains_in_it(whole, tmp_path):
+    path = shutil.copytree(whole.path, tmp_path / "population")
+    with RunFolder(path / "best").locked():
+        Population.resume(path)
+        before = everything(path / "best")
+        with pytest.raises(gw.errors.RunFolderError, match=r"a process trains in .*best; fix: wait"):
+            Population.load(path).write_best()
+        assert everything(path / "best") == before
 
 
 @pytest.mark.parametrize(("progress", "shown"), [("auto", ["round 1/1", "round 2/2"]), ("none", [])])
@@ -212,6 +234,22 @@ def test_a_search_without_its_python_objects_says_how_it_is_resumed(tmp_path):
     assert everything(path) == before
     with in_this_process():
         assert Population.resume(path, env=make).round == 2
+
+
+def test_an_interrupted_search_says_how_far_it_came_and_how_it_goes_on(tmp_path, monkeypatch, capsys):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    path = tmp_path / "q"
+    call = rf"Population\.resume\('{tmp_path}/p', env=\.\.\., on_mutation=\.\.\.\)$"
+    with pytest.raises(KeyboardInterrupt, match=f"interrupted after 0 of 1 rounds; continue with: .*{call}"):
+        evolve(tmp_path / "p", env=interrupt, on_mutation=interrupt, rounds=1)
+    monkeypatch.setattr("groupwise.evolution.population.play_all", interrupt)
+    words = ["--search", '{"algorithm.gamma": [0.9, 0.99]}', "--round-steps", "1e4", "--run-dir", str(path)]
+    assert cli.main(["evolve", "CartPole-v1", *words]) == 130
+    assert cli.main(["resume", str(path)]) == 130
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-2:] == [f"groupwise: interrupted after 0 of 10 rounds; continue with: groupwise resume {path}"] * 2
 
 
 def test_on_mutation_sees_each_clone_and_may_change_it(tmp_path):

@@ -11,7 +11,8 @@ from text_runs import Count, copying, save_model, train
 
 import groupwise as gw
 from groupwise.errors import RunFolderError
-from groupwise.report.folder import kept_iterations, schema
+from groupwise.report.folder import RunFolder, kept_iterations, schema
+from groupwise.report.health import diagnose
 from groupwise.report.page import MAX_TEXT, load_groups, write_page
 
 HOSTILE = "</script><img src=x onerror=alert(1)>"
@@ -202,3 +203,18 @@ def test_members_with_starts_of_their_own_show_them(model, tmp_path):
         assert group["start"] == prompts[0]
         assert [member["start"] or group["start"] for member in group["members"]] == prompts
         assert len(set(prompts)) > 1
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_reward_functions_beside_an_environment_are_examined_with_its_reward(model, tmp_path, count):
+    def short(completions, **columns):
+        return [-float(len(completion)) for completion in completions]
+
+    def fives(completions, **columns):
+        return [float("5" in str(completion)) for completion in completions]
+
+    run, _ = play(gw.TextTask(env=Guess, reward=[short, fives][:count], eval_size=2), model, tmp_path / "run")
+    [sizes] = [finding for finding in diagnose(RunFolder(run.path)) if finding.title == "Sizes of rewards"]
+    named = sizes.text.removeprefix("Ranges of the weighted rewards: ").split(", ")
+    assert [words.split()[0] for words in named] == ["environment", "short", "fives"][: count + 1]
+    assert "Sizes of rewards" in write_page(run.path).read_text()

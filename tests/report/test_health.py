@@ -238,6 +238,12 @@ def test_a_reward_beside_a_far_larger_one_is_found_but_none_that_is_learned(part
     assert ("style dominates, right hardly counts" in found.advice) == (verdict == "look")
 
 
+@pytest.mark.parametrize("last", [[{"reward/environment_mean": 1.0, "reward/style_mean": 1.0}], [{}]])
+def test_the_reward_of_a_text_environment_is_compared_too(last):
+    found = on_groups({"rewards": [{"weight": 0.5}]}, last, reward_parts=[[0.0, 0.0], [3.0, 100.0]])
+    assert f"environment 3, {'style' if last[0] else 'reward 1'} 50." in found.text
+
+
 def test_a_run_shorter_than_its_first_episodes_has_no_trouble_with_their_ends():
     short = Goal.from_config({"env": {"id": "Pendulum-v1", "num_envs": 4}})
     assert short == Goal(None, 200, 800)

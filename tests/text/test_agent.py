@@ -15,6 +15,9 @@ import groupwise as gw
 from groupwise import cli
 from groupwise.config.policy import ModelCfg
 from groupwise.errors import ConfigError, DataError
+from groupwise.report.folder import RunFolder
+from groupwise.report.health import diagnose
+from groupwise.report.page import write_page
 from groupwise.text.load import with_adapters
 
 SHORT = {"max_new_tokens": 4}
@@ -176,6 +179,8 @@ def test_clones_and_saved_agents_go_on_exactly_and_are_sampled_from_and_exported
     assert (loaded.index, loaded.iteration, loaded.cfg) == (5, 2, agent.cfg)
     assert gw.sample(folder, "123", deterministic=True) == [agent.policy.predict("123")]
     assert cli.main(["export", str(folder), "--to", "transformers"]) == 0
+    assert diagnose(RunFolder(folder)) == []  # no run was killed
+    assert "Saved by LanguageAgent.save" in write_page(folder).read_text()
     loop(agent, digits(), iterations=1)
     for other in (loaded, twin):  # they share nothing, and go on alike
         assert_equal(other.clone().policy, gw.LanguageAgent.load(folder).policy)

@@ -35,6 +35,7 @@ def test_evaluation_comes_every_interval_and_at_the_end_and_the_best_is_kept(par
     parts.trainer(Evaluate(scores(1.0, 1.0, 1.0), 3, tmp_path / "often", HERE), hears, total_steps=30).train()
     assert [steps for steps, _ in seen] == [10, 20, 30]  # an interval shorter than an iteration
     best = load_checkpoint(tmp_path / "best", HERE)
+    assert best.state.pop("seconds") > 0
     assert best.state == {"iteration": 4, "env_steps": 40, "epochs": 0.0, "position": 0, "return_mean": 5.0}
     assert best.policy["count"] == 4  # the weights of then, not those of the end
     assert "algorithm" not in best.state

@@ -136,6 +136,8 @@ def test_a_fork_of_the_best_takes_its_weights_and_its_score(run, tmp_path):
         entry["env_steps"] for entry in run.metrics() if entry["env_steps"] <= reached
     ]
     assert again.metrics()[-1]["env_steps"] >= 600
+    seconds = [entry["time/total_seconds"] for entry in again.metrics()]
+    assert seconds == sorted(seconds)  # the time goes on, too
     # a rate of 1e-9 changes no action, so nothing is better than the best, which stays
     assert same_weights(best_of(again), best_of(run))
     assert again.summary["best_env_steps"] == reached

@@ -17,6 +17,7 @@ from typing import Any
 from groupwise import plugins
 from groupwise import system as files
 from groupwise.cli.options import Option, Parser, count, parse_json, parse_options, value_of, words_of
+from groupwise.comparison.results import figure
 from groupwise.config import to_json
 from groupwise.config.base import Cfg
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
@@ -193,10 +194,11 @@ def print_run(run: Any, quiet: bool = False) -> int:
     reached, unit = "", run.cfg.unit
     if (score := found.get("return_mean")) is not None:
         kind = f"greedy {run.cfg.score}" if run.cfg.evaluation.deterministic else run.cfg.score
-        interval = "95 % interval {:.4g} to {:.4g}".format(*found["ci95"]) if found.get("ci95") else "no interval"
+        ends = " to ".join(map(figure, found.get("ci95") or ()))
+        interval = f"95 % interval {ends}" if ends else "no interval"
         cut = f", {count} cut at the step limit" if (count := found.get("cut_episodes")) else ""
-        reached = f": {kind} {score:.1f} ({found['episodes']} episodes{cut}, {interval})"
-        best = f"{found['best_return_mean']:.1f}"
+        reached = f": {kind} {figure(score)} ({found['episodes']} episodes{cut}, {interval})"
+        best = figure(found["best_return_mean"])
         if (rate := found.get("success_rate")) is not None:
             low, high = (100 * end for end in found["success_ci95"])
             reached += f", success {100 * rate:.0f} % (95 % interval {low:.0f} to {high:.0f})"

@@ -153,7 +153,7 @@ class RunRecord(NamedTuple):
     env_steps: tuple[Number, ...]
     """Steps at which the return was measured, rising."""
     returns: tuple[Number, ...]
-    """Mean return, or success rate, at each of them; the last one is the run's score."""
+    """Mean return, or success rate, at each of them; the last one is the run's score. Arrays serve, too."""
     measure: Measure = "evaluation"
     unit: str = "environment steps"
     """Unit of the steps."""
@@ -306,8 +306,7 @@ def compare_records(
     if not records:
         raise DataError("no runs to compare; fix: give at least one")
     cells: dict[str, dict[str, list[RunRecord]]] = {}
-    for record in records:
-        _check(record)
+    for record in map(_checked, records):
         cells.setdefault(record.environment, {}).setdefault(record.method, []).append(record)
     found, all_notes = [], [*notes]
     for name, methods in cells.items():
@@ -350,7 +349,10 @@ def shown(found: Estimate, number: Callable[[Number], str] = figure) -> str:
     return number(found.value) + ends
 
 
-def _check(run: RunRecord) -> None:
+def _checked(record: RunRecord) -> RunRecord:
+    """The record, with tuples where other libraries have arrays; a ``DataError`` if it does not serve."""
+    steps, returns = (tuple(np.ravel(numbers).tolist()) for numbers in (record.env_steps, record.returns))
+    run = record._replace(env_steps=steps, returns=returns)
     where = f"{run.environment}, {run.method}, seed {run.seed}{f' ({run.source})' if run.source else ''}"
     if not run.returns or len(run.returns) != len(run.env_steps):
         raise DataError(f"{where}: {len(run.returns)} returns at {len(run.env_steps)} steps; expected one at each")
@@ -358,6 +360,7 @@ def _check(run: RunRecord) -> None:
         raise DataError(f"{where}: a return is not finite; fix: leave the run out, or train it again")
     if (np.diff(run.env_steps) < 0).any():
         raise DataError(f"{where}: env_steps fall; expected the order of training")
+    return run
 
 
 def _of_method(method: str, runs: list[RunRecord], grid: Array) -> MethodResult:

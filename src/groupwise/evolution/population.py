@@ -12,7 +12,7 @@ import os
 import shutil
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -154,7 +154,7 @@ class Population:
         if missing and population.round < population.cfg.rounds:
             raise ConfigError(  # a member's own error names gw.resume, which would train it beyond its round
                 f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as in "
-                f"groupwise.evolution.population.Population.resume({str(path)!r}, {missing[0]}=...)"
+                + _resume_call(path, missing)
             )
         return go_on(population, given, launch, on_mutation, progress == "none")
 
@@ -278,9 +278,15 @@ class Population:
         best_member = f"best {best:.6g} ({ranked[0].name}: {shown})"
         return f"round {number + 1}/{self.cfg.rounds}   {best_member}   worst {worst:.6g} ({ranked[-1].name})"
 
+    def has_best(self) -> bool:
+        """Whether ``best/`` is there, and was not being replaced when the process ended."""
+        return RunFolder(self.path / "best").config.is_file() and not (self.path / ".best").exists()
+
     def write_best(self) -> None:
-        """Copy the run of the best member of the last round to ``best/``."""
+        """Copy the run of the best member of the last round to ``best/``; a ``RunFolderError`` while a process trains there."""
         copied, unfinished = self.path / "best", self.path / ".best"
+        if RunFolder(copied).is_training:
+            raise RunFolderError(f"a process trains in {copied}; fix: wait, or stop it, then resume the population")
         files.remove(unfinished)
         own = self.folder(self.best().name)
         try:
@@ -732,7 +738,12 @@ def go_on(
         files.appending(output).close()
     except OSError as error:  # a link, or no rights
         raise RunFolderError(f"{output} cannot be written ({error}); fix: another name, or the rights") from error
-    with RunFolder(population.path).locked(), closing(start_pool(launch, cfg.population, given, output)) as pool:
+    was_finished = population.round == cfg.rounds
+    with (
+        _telling_how_to_continue(population, given),
+        RunFolder(population.path).locked(),
+        closing(start_pool(launch, cfg.population, given, output)) as pool,
+    ):
         while population.round < cfg.rounds:
             number, active, tasks = population.round, population.active(), []
             for member in active:
@@ -757,8 +768,30 @@ def go_on(
                 show(population.line(number))
             _select(population, active, number, on_mutation)
             population.save()
-        population.write_best()
+        if not was_finished or not population.has_best():  # otherwise its user may have trained it further
+            population.write_best()
     return population
+
+
+@contextmanager
+def _telling_how_to_continue(population: Population, given: UserObjects) -> Iterator[None]:
+    """Say in a ``KeyboardInterrupt`` how far the search came, and what continues it."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        path, allow = population.path, len(population.base.named_programs()) > 0
+        names = [*given.as_arguments(), *["on_mutation"] * population.hooked]
+        again = plugins.command("resume", path, *["--allow-programs"] * allow)
+        if names:
+            again = _resume_call(path, names, allow_programs=allow)
+        done = f"{population.round} of {population.cfg.rounds} rounds"
+        raise KeyboardInterrupt(f"interrupted after {done}; continue with: {again}") from error
+
+
+def _resume_call(path: Path | str, names: Sequence[str], *, allow_programs: bool = False) -> str:
+    """The call that continues a population with the Python objects of these names."""
+    words = [f"{name}=..." for name in names] + ["allow_programs=True"] * allow_programs
+    return f"groupwise.evolution.population.Population.resume({str(path)!r}, {', '.join(words)})"
 
 
 def start_pool(launch: LaunchCfg, count: int, given: UserObjects, output: Path) -> Pool:

@@ -227,6 +227,11 @@ class RunFolder:
         except (OSError, ValueError):
             return False
 
+    @property
+    def is_agent(self) -> bool:
+        """Whether ``LanguageAgent.save`` wrote it: weights without metrics."""
+        return self.latest.is_dir() and not self.metrics.exists()
+
     @contextmanager
     def locked(self, rank: int = 0) -> Iterator[None]:
         """Keep every other process out while this one trains; rank 0 does it for all.

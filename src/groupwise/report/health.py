@@ -308,12 +308,19 @@ def diagnose(folder: RunFolder) -> list[Finding]:
     others = examine_groups(config, ends, metrics[-1:])
     known = folder.read_provenance()
     again, end = plugins.resume_command(folder.shown, known["given_in_python"], known["plugins"]), "End of the run"
-    if summary.get("stopped") == "failed" and not folder.is_training:
+    has_failed, room = summary.get("stopped") == "failed", "Make room on the disk, or give rights to write"
+    if has_failed and not folder.is_training:
         text = f"An error ended it: {summary.get('error', 'its message was not kept')}"
         others.append(Finding(end, (), "bad", text, f"After its cause is gone: {again}"))
-    elif not summary and not folder.is_training:
+    elif not summary and not folder.is_training and not folder.is_agent:
         text = "It was killed, or its machine stopped: out of memory, or out of time?"
         others.append(Finding(end, (), "look", text, f"To continue it: {again}"))
+    if (steps := summary.get("unsaved_env_steps")) and not has_failed:  # an update that fails is not saved
+        text = f"The last {steps:,} {'tokens' if 'task' in config else 'steps'} are not saved."
+        others.append(Finding("Checkpoint", (), "bad", text, f"{room}, then: {again}"))
+    if iterations := summary.get("unlogged_iterations"):
+        text = f"The metrics of {iterations:,} iterations are not saved."
+        others.append(Finding("Metrics", (), "bad", text, f"{room}."))
     if config["algorithm"]["name"] == CLONING:
         own = ("rollout/", "time/advantage")
         metrics = [{key: value for key, value in entry.items() if not key.startswith(own)} for entry in metrics]
@@ -344,15 +351,17 @@ def examine_groups(
         add("Scale of observations", text, is_raw and size[largest] >= WILD, "Normalise them: policy.normalize_obs.")
     weights = [reward["weight"] for reward in config.get("task", {}).get("rewards", [])]
     totals: list[list[float]] = []  # of each member
-    for columns in files if len(weights) > 1 else ():
+    for columns in files if "task" in config else ():
         steps = zip(columns["group"], columns["member"], columns["reward_parts"], strict=True)
         for _, some in groupby(steps, key=lambda step: step[:2]):
             parts = [part for *_, part in some]
             totals += [np.sum(parts, axis=0).tolist()] if parts[0] is not None else []
-    if totals:
+    if totals:  # of two or more rewards; that of a text environment is the first
+        own = ["environment"] if len(totals[0]) == len(weights) + 1 else []
+        weights = [1.0] * len(own) + weights
         names = [name for entry in last for name in re.findall(r"reward/(\S+)_mean", " ".join(entry))]
         if len(names) != len(weights):  # a reward that gave nothing in the last iteration is not in its metrics
-            names = [f"reward {number}" for number in range(1, len(weights) + 1)]
+            names = own + [f"reward {number}" for number in range(1, len(weights) - len(own) + 1)]
         rewards = np.array(totals) * weights
         spans = dict(zip(names, np.ptp(rewards, axis=0).tolist(), strict=True))
         widest = max(spans, key=lambda name: spans[name])

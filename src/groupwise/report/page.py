@@ -394,6 +394,8 @@ def _ending(folder: RunFolder, metrics: list[dict[str, Any]], unit: str) -> str:
     done = f"{reached['env_steps']:,} {unit} in {reached['iterations']:,} iterations, {reached['seconds']:,.1f} s of training"
     if folder.is_training:
         return f"Still training: {done} so far. {progress(folder.read_config(), metrics)}".rstrip()
+    if folder.is_agent:
+        return "Saved by LanguageAgent.save, which keeps no metrics."
     stopped = str(folder.read_summary().get("stopped", ""))
     if not stopped:
         return f"Killed after {done}."

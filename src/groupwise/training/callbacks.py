@@ -499,6 +499,7 @@ class Evaluate(Callback):
                 "iteration": trainer.iteration,
                 "env_steps": trainer.env_steps,
                 "epochs": trainer.epochs,
+                "seconds": trainer.seconds,
                 "position": trainer.collector.position * trainer.engine.world_size,  # over all ranks
                 SCORES[self.metric]: score,
             }

@@ -131,6 +131,7 @@ class _Counters(BaseModel, strict=True):
     iteration: Count
     env_steps: Count
     epochs: float = 0.0
+    seconds: float = 0.0
 
 
 class Checkpoint(NamedTuple):

@@ -338,7 +338,6 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a saved ``state_dict``; the collector must be fresh. New callbacks start afresh."""
         self.go_on_from(state)
-        self.seconds = state["seconds"]
         self.buffer.num_steps = state["num_slots"]
         self.collector.load_state_dict(state["collector"])
         if self.engine.rank != 0:
@@ -351,6 +350,7 @@ class Trainer:
         """Restore the progress from the entries of a ``state_dict``."""
         self.iteration = self.collector.iteration = counters["iteration"]
         self.env_steps, self.epochs = counters["env_steps"], counters.get("epochs", 0.0)
+        self.seconds = counters.get("seconds", 0.0)
 
     def _named_callbacks(self) -> list[tuple[str, Callback]]:
         """Callbacks by class name, numbered where a name comes twice; those of a run keep theirs."""

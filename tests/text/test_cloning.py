@@ -398,9 +398,7 @@ def test_adapters_are_cloned_and_taken_over(model, tmp_path):
     assert resolve_text(task=task.cfg, model={"init_from": run.path, "lora": same}).model.lora == begun.cfg.model.lora
     for name, value in {"r": 4, "alpha": 8.0, "rslora": True, "dora": True}.items():
         model = {"init_from": run.path, "lora": same | {name: value}}
-        with pytest.raises(
-            ConfigError, match=rf"^model\.lora\.{name} = {value}, but the adapters of .*; fix: leave it"
-        ):
+        with pytest.raises(ConfigError, match=rf"^model\.lora\.{name} = {value}, but the weights of .*; fix: leave it"):
             gw.train(task, model=model)
 
 

@@ -174,6 +174,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 """File of settings in a folder of peft's adapters."""
 ADAPTER_SIZES = ("r", "alpha", "rslora", "dora")
 """Settings of adapters without which their weights are another model."""
+_OF_FUNCTION = ("activation", "squash_output", "actor_keys", *(f"lora.{name}" for name in ADAPTER_SIZES))
+"""Settings of a policy or model without which its weights are another one, also where all tensors fit."""
 _NOT_OF_WEIGHTS = ("init_from", "normalize_reward")
 """Settings of a policy that a run which begins with its weights does not take over."""
 
@@ -310,19 +312,14 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
     else:
         base, weights = _preset_for(read("text"), cfg_type), _of_weights(given.get("model"), "model")
         base, model = merge(base, {"model": weights}), merge(weights, _table(given, "model"))
-        theirs, ours = (part if isinstance(part, dict) else {} for part in (weights.get("lora"), model.get("lora")))
-        for key in ADAPTER_SIZES if theirs and ours else ():
-            if isinstance(ours.get(key), int | float) and ours.get(key) != theirs.get(key):
-                raise ConfigError(
-                    f"model.lora.{key} = {ours.get(key)!r:.80}, but the adapters of model.init_from were trained with {theirs.get(key)!r:.80} "
-                    "and would be another model; fix: leave it out"
-                )
+        _check_same("model", _table(given, "model"), weights)
         path = model.get("path")
         saved = isinstance(path, str) and (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
         if adapters or saved or model.get("lora") is not None:
             base = merge(base, _preset_for(read("text_lora"), cfg_type))
 
     if kept := _of_weights(given.get("policy"), "policy"):
+        _check_same("policy", _table(given, "policy"), kept)
         base = merge(base, {"policy": {"name": AnyPolicyCfg.default, **kept}})
     if preset not in (None, "auto"):  # its credit and objective replace those of the environment as a whole
         settings = dict(objective_preset(str(preset)).settings)
@@ -351,6 +348,25 @@ def _of_weights(part: object, name: str) -> Tree:
     config = next(filter(Path.is_file, configs), None)
     settings = {} if config is None else _table(read_file(config, follow=False), name)
     return {key: value for key, value in settings.items() if key not in _NOT_OF_WEIGHTS}
+
+
+def _check_same(part: str, given: Tree, weights: Tree) -> None:
+    """Raise a ``ConfigError`` for a setting of the user's with which the weights of ``init_from`` would be another policy or model.
+
+    Args:
+        weights: the settings that they were trained with.
+    """
+
+    def unordered(value: Any) -> Any:
+        return {*map(str, value)} if isinstance(value, list | tuple) else value
+
+    ours, theirs = flat(given), flat(weights)
+    for name in _OF_FUNCTION:
+        if name in ours and name in theirs and unordered(ours[name]) != unordered(theirs[name]):
+            raise ConfigError(
+                f"{part}.{name} = {ours[name]!r:.80}, but the weights of {part}.init_from were trained with {theirs[name]!r:.80} "
+                f"and would be another {part}; fix: leave it out"
+            )
 
 
 def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> Tree:

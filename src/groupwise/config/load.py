@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError, create_model
 
 from groupwise import system as files
 from groupwise.config.algorithm import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg
-from groupwise.config.base import Cfg, Choice, check_programs, explain, flat
+from groupwise.config.base import GIVEN, Cfg, Choice, check_programs, explain, flat
 from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError, UnknownNameError, require_extra
@@ -313,9 +313,12 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
         base, weights = _preset_for(read("text"), cfg_type), _of_weights(given.get("model"), "model")
         base, model = merge(base, {"model": weights}), merge(weights, _table(given, "model"))
         _check_same("model", _table(given, "model"), weights)
-        path = model.get("path")
-        saved = isinstance(path, str) and (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
-        if adapters or saved or model.get("lora") is not None:
+        if model.get("lora") is not None and weights.get("path", GIVEN) != GIVEN and not _has_adapters(weights):
+            raise ConfigError(
+                "model.lora asks for adapters, but the weights of model.init_from were trained without; fix: leave model.lora out, or "
+                "`groupwise export RUN --to transformers`, and that folder as model.path in place of model.init_from"
+            )
+        if adapters or _has_adapters(model):
             base = merge(base, _preset_for(read("text_lora"), cfg_type))
 
     if kept := _of_weights(given.get("policy"), "policy"):
@@ -337,6 +340,13 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
         return _whole(kind.model_validate(_over(base, given)))
     except ValidationError as error:
         raise ConfigError("\n".join(explain(error.errors()))) from None
+
+
+def _has_adapters(model: Tree) -> bool:
+    """Whether a model's settings ask for adapters, or its folder has some."""
+    path = model.get("path")
+    saved = isinstance(path, str) and (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
+    return saved or model.get("lora") is not None
 
 
 def _of_weights(part: object, name: str) -> Tree:

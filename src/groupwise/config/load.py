@@ -242,6 +242,8 @@ def load_config(
     tree = read_file(Path(path))
     named = tree.pop("preset", None)
     tree.pop("provenance", None)
+    if isinstance(tree.get("algorithm"), str):  # as choices, and as in Python
+        tree["algorithm"] = {"name": tree["algorithm"]}
     try:
         if "task" not in tree and "id" not in _table(tree, "env"):
             raise ConfigError('no environment or task; fix: "env": {"id": "CartPole-v1"}, or "task": {"data": ...}')
@@ -276,7 +278,7 @@ def to_json(cfg: CommonCfg) -> str:
 
 def json_schema() -> Tree:
     """JSON Schema of a config file, with the settings of every registered algorithm."""
-    variants: Any = functools.reduce(operator.or_, AlgorithmCfg.members())
+    variants: Any = functools.reduce(operator.or_, AlgorithmCfg.members(), Literal[tuple(sorted(AlgorithmCfg.known))])
     algorithm = Field(GRPOCfg(), description=CommonCfg.model_fields["algorithm"].description)
     names: Any = Literal[("auto", *objective_presets())]
     preset = Field(
@@ -408,11 +410,17 @@ def _under_preset(algorithm: Tree, preset: str) -> Tree:
     return merged
 
 
+_FIRST = {"env": "id", "model": "path"}
+"""The setting that a text stands for in Python, where a file has an object."""
+
+
 def _table(tree: Tree, key: str) -> Tree:
     """The settings under a key; empty if there are none."""
     value = tree.get(key, {})
     if not isinstance(value, dict):
         fix = "; fix: a path, or policy=gw.CausalLM(model, tokenizer=tokenizer)" if key == "model" else ""
+        if isinstance(value, str) and key in _FIRST:
+            fix = f"; fix: {json.dumps({_FIRST[key]: value})}"
         shown = textwrap.shorten(repr(value), 100, placeholder=" ...")  # networks have long ones
         raise ConfigError(f"{key} = {shown}: expected an object with settings by name{fix}")
     return value

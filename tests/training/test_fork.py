@@ -284,6 +284,8 @@ def test_settings_given_to_resume_point_to_a_fork(run):
     for given in ({"algorithm": {"gamma": 0.9}}, {"env": "CartPole-v1"}, {"policy": {"hidden_sizes": [8]}}):
         with pytest.raises(gw.errors.ConfigError, match=rf"fix: .*gw\.fork\(run, .*, {next(iter(given))}="):
             gw.resume(run.path, **given)
+    with pytest.raises(gw.errors.ConfigError, match=r"^reward: .* would not use it; fix: leave it out$"):
+        gw.evaluate(run.path, reward=len)
     with pytest.raises(gw.errors.ConfigError, match=r"is a run on an environment, .*; fix: gw\.Run\.load"):
         gw.LanguageAgent.load(run.path)
 

@@ -419,14 +419,14 @@ def reopen(
         to_train: False: what only training or scoring texts needs may be missing, also the GPU.
         allow_programs: whether training may start programs that the folder names.
     """
-    folder, objects = RunFolder.open(Path(path)), UserObjects.again(given)
+    folder = RunFolder.open(Path(path))
     cfg = read_cfg(folder)
+    objects = UserObjects.again(given, cfg)
     if to_train and not allow_programs:
         check_programs(cfg, folder.config)
-    optional = set() if to_train else {"data", "eval_data", "reward", "tool", "tools"}
-    if not to_train and isinstance(cfg, TextRunCfg):
-        optional.add("env")
-    if missing := sorted(set(folder.read_provenance()["given_in_python"]) - optional - objects.as_arguments().keys()):
+    asked = (cfg.task.given_in_python if to_train else set()) if isinstance(cfg, TextRunCfg) else {"env"}
+    named = folder.read_provenance()["given_in_python"]  # also those that settings replaced since, as in a fork
+    if missing := sorted((asked | {"policy"}).intersection(named) - objects.as_arguments().keys()):
         raise ConfigError(
             f"{path} was given {' and '.join(missing)} in Python; fix: from Python, give the same again, as in "
             f"gw.resume({str(path)!r}, {missing[0]}=...) or gw.Run.load"
@@ -845,7 +845,7 @@ def sample(
 
     prompts = [] if prompt is None else read_prompts(prompt)
     if isinstance(run, TextRunCfg):
-        objects = UserObjects.again(given)
+        objects = UserObjects.again(given, run)
         language_model: Policy = build_algorithm(run, objects.policy, Engine()).policy
     else:
         run = run if isinstance(run, Run) else Run.load(run, checkpoint=checkpoint, **given)

@@ -117,6 +117,16 @@ def test_partial_file_is_resolved_and_overridden(write):
     assert load_config(write('{"env": {"id": "CartPole-v1"}, "total_steps": 1e5}')).total_steps == 100_000
 
 
+def test_a_file_may_name_the_algorithm_alone(write):
+    path = write({"env": {"id": "CartPole-v1"}, "algorithm": "ppo"})
+    assert load_config(path) == resolve("CartPole-v1", "ppo")
+    assert (
+        load_config(path, {"gamma": 0.7}).algorithm == resolve("CartPole-v1", {"name": "ppo", "gamma": 0.7}).algorithm
+    )
+    with pytest.raises(ConfigError, match=r"preset 'dapo' .* which algorithm 'ppo' lacks"):
+        load_config(path, preset="dapo")
+
+
 @pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
 def test_files_of_powershell_are_read(encoding, tmp_path):
     file = tmp_path / "of_windows.JSON"
@@ -141,8 +151,6 @@ def test_a_preset_beside_a_whole_file_replaces_its_credit_and_objective(write):
     environments = load_config(path, preset="auto").algorithm
     assert environments.credit == resolve("CartPole-v1").algorithm.credit
     assert load_config(path, {"credit": {"scale": "none"}}, preset="dapo").algorithm.credit.scale == "none"
-    with pytest.raises(ConfigError, match="algorithm = 'ppo': expected an object"):
-        load_config(write({"env": {"id": "CartPole-v1"}, "algorithm": "ppo"}), preset="dapo")
     with pytest.raises(ConfigError, match=r"preset 'dapo' .* which algorithm 'ppo' lacks"):
         load_config(write(json.loads(to_json(resolve("CartPole-v1", "ppo")))), preset="dapo")
 
@@ -155,7 +163,9 @@ BROKEN = [
     ({"env": {"id": "CartPole-v1"}, "task": {}}, "leave out env or task"),
     ({"task": {}, "model": {"lora": {"rank": 3}}}, r"model\.lora: unknown key 'rank'; did you mean 'r'\?"),
     ({"task": {}, "algorithm": {"collection": {"horizon": 9}}}, r"algorithm\.collection\.horizon=9 has no effect"),
-    ({"env": "CartPole-v1"}, "env = 'CartPole-v1': expected an object"),
+    ({"env": "CartPole-v1"}, 'env = \'CartPole-v1\': expected an object .*; fix: {"id": "CartPole-v1"}'),
+    ({"task": {}, "model": "m"}, 'model = \'m\': expected an object .*; fix: {"path": "m"}'),
+    ({"env": {"id": "CartPole-v1"}, "algorithm": "gpro"}, "unknown algorithm 'gpro': did you mean 'grpo'"),
     ({"env": {"id": "CartPole-v1"}, "seeed": 1}, r"unknown key 'seeed'; did you mean 'seed'\?"),
     ('{"env": {"id": "CartPole-v1"}, "seed": 1, "seed": 2}', "'seed'"),
     ('{"env": {"id": "CartPole-v1"}, "policy": {"name": "mlp", "name": "cnn"}}', "'name'"),
@@ -330,7 +340,9 @@ def test_a_config_needs_a_name_of_its_own(registry):
 def test_schema_knows_the_algorithms_and_the_file_s_own_key():
     whole = json_schema()
     schema = whole["$defs"]["RunCfg"]
-    variants = {ref["$ref"].rsplit("/")[-1] for ref in schema["properties"]["algorithm"]["anyOf"]}
+    names, *others = schema["properties"]["algorithm"]["anyOf"]
+    assert {*names["enum"]} >= {"grpo", "ppo"}
+    variants = {ref["$ref"].rsplit("/")[-1] for ref in others}
     assert variants >= {"GRPOCfg", "PPOCfg"}  # other tests may have registered more
     assert "dr_grpo" in schema["properties"]["preset"]["anyOf"][0]["enum"]
     assert whole["$defs"]["GRPOCfg"]["properties"]["group_size"]["description"]

@@ -12,7 +12,7 @@ import groupwise as gw
 from groupwise import cli
 from groupwise.config import load_config, resolve
 from groupwise.engines import Engine
-from groupwise.errors import CheckpointError, RunFolderError
+from groupwise.errors import CheckpointError, ConfigError, RunFolderError
 from groupwise.run import build
 from groupwise.training.build import UserObjects
 from groupwise.training.checkpoint import Identity, _other_spaces, load_checkpoint
@@ -87,8 +87,29 @@ def test_settings_of_the_policy_follow_the_run_and_yours_come_first(grpo_run, pp
     assert not built(GRPO, ppo_run).cfg.policy.normalize_reward, (
         "that of the rewards is of the algorithm, not of the weights"
     )
-    cfg = resolve("CartPole-v1", policy={"init_from": str(grpo_run), "activation": "relu"})
-    assert cfg.policy.activation == "relu"
+    cfg = resolve("CartPole-v1", policy={"init_from": str(grpo_run), "normalize_reward": True, "activation": "tanh"})
+    assert cfg.policy.normalize_reward
+
+
+OTHER = [
+    ({"activation": "tanh"}, {"activation": "relu"}, "activation"),
+    ({"squash_output": False}, {"squash_output": True}, "squash_output"),
+    ({"actor_keys": ["a", "b"]}, {"actor_keys": ("b", "c")}, "actor_keys"),
+    ({"lora": {"r": 8, "alpha": 16.0}}, {"name": "vla", "lora": {"alpha": 8}}, r"lora\.alpha"),
+]
+
+
+@pytest.mark.parametrize(("trained_with", "given", "named"), OTHER)
+def test_settings_with_which_weights_that_fit_are_another_policy_are_refused(trained_with, given, named, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"policy": trained_with}))
+    with pytest.raises(ConfigError, match=rf"^policy\.{named} = .* trained with .* another policy; fix: leave it out$"):
+        resolve("Pendulum-v1", policy={"init_from": tmp_path, **given})
+
+
+def test_the_order_of_entries_makes_no_other_policy(tmp_path):
+    (tmp_path / "config.json").write_text('{"policy": {"actor_keys": ["a", "b"]}}')
+    cfg = resolve("Pendulum-v1", policy={"init_from": tmp_path, "actor_keys": ("b", "a")})
+    assert cfg.policy.actor_keys == ("b", "a")
 
 
 @pytest.mark.parametrize(

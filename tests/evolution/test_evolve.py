@@ -231,6 +231,8 @@ def test_a_search_without_its_python_objects_says_how_it_is_resumed(tmp_path):
     message = re.escape(f"{path} was given env in Python; fix: ") + rf".*Population\.resume\('{path}', env=\.\.\.\)"
     with pytest.raises(gw.errors.ConfigError, match=message):
         Population.resume(path)
+    with pytest.raises(gw.errors.ConfigError, match=r"^reward: .* would not use it; fix: leave it out$"):
+        Population.resume(path, env=make, reward=len)
     assert everything(path) == before
     with in_this_process():
         assert Population.resume(path, env=make).round == 2

@@ -79,6 +79,24 @@ def test_onnx_takes_the_actions_of_predict(kind: str, tmp_path: Path):
     assert np.std(actions, axis=0).max() > 0.1
 
 
+BOX = spaces.Box(-1, 1, (2,))
+CLASHING = spaces.Dict({"action": BOX, "arm": spaces.Dict({"joints": BOX}), "arm.joints": BOX, "clamp": BOX})
+"""Entries with the name of the output, of another entry, and of a result inside the model."""
+
+
+@pytest.mark.slow
+def test_entries_may_have_names_that_a_model_has_already(tmp_path: Path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    made = gw.ActorCritic(CLASHING, BOX, gw.PolicyCfg(hidden_sizes=(4,), normalize_obs=True))
+    export(made, tmp_path / "p.onnx", to="onnx")
+    session, obs = runtime.InferenceSession(tmp_path / "p.onnx"), CLASHING.sample()
+    leaves = [obs["action"], obs["arm"]["joints"], obs["arm.joints"], obs["clamp"]]
+    given = dict(zip(("obs.action", "arm.joints", "obs.arm.joints", "clamp"), leaves, strict=True))
+    (found,) = session.run(["action"], {name: leaf[None] for name, leaf in given.items()})
+    np.testing.assert_allclose(found[0], made.predict(obs), atol=1e-4)
+
+
 def test_weights_make_the_same_policy_again(tmp_path: Path):
     made = policy("nested")
     export(made, tmp_path / "new" / "p.safetensors", to="safetensors")

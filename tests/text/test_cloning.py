@@ -380,6 +380,8 @@ def test_weights_come_from_a_run_or_a_checkpoint_and_a_critic_begins_afresh(mode
     )
     found = weights(ppo)
     assert found.keys() - weights(run).keys() == {"value_head.weight", "value_head.bias"}
+    with pytest.raises(ConfigError, match=r"^model\.lora asks .* without; fix: .* export RUN --to transformers`"):
+        gw.train(task, model={"init_from": run.path, "lora": {"r": 2}}, **common)
     other = save_model(tmp_path / "other", hidden_size=16)
     with pytest.raises(CheckpointError, match=r"init_from: .*shape"):
         gw.train(task, model={"path": str(other), "init_from": run.path}, run_dir=tmp_path / "wrong", **common)
@@ -398,9 +400,7 @@ def test_adapters_are_cloned_and_taken_over(model, tmp_path):
     assert resolve_text(task=task.cfg, model={"init_from": run.path, "lora": same}).model.lora == begun.cfg.model.lora
     for name, value in {"r": 4, "alpha": 8.0, "rslora": True, "dora": True}.items():
         model = {"init_from": run.path, "lora": same | {name: value}}
-        with pytest.raises(
-            ConfigError, match=rf"^model\.lora\.{name} = {value}, but the adapters of .*; fix: leave it"
-        ):
+        with pytest.raises(ConfigError, match=rf"^model\.lora\.{name} = {value}, but the weights of .*; fix: leave it"):
             gw.train(task, model=model)
 
 

@@ -330,11 +330,30 @@ def test_a_given_model_is_given_again_and_its_adapters_have_their_own_rate(model
         (lambda run: gw.sample(run, "12", checkpoint="best"), "checkpoint: only for a run's folder"),
         (lambda run: gw.evaluate(run.path, rewards=share_copied), "unknown argument 'rewards'"),
         (lambda run: gw.resume(run.path, totalsteps=3), "unknown argument 'totalsteps'"),
+        (
+            lambda run: gw.evaluate(run.path, tools=[len]),
+            r"tools: .* would not use it; fix: leave it out, or begin a new",
+        ),
+        (lambda run: gw.sample(run.path, "12", env=object), r"env: .* would not use it"),
+        (lambda run: gw.sample(run.cfg, "12", tool=len), r"tool: .* would not use it"),
     ],
 )
 def test_what_would_be_ignored_is_refused(copied, call, message):
     with pytest.raises(gw.errors.ConfigError, match=message):
         call(copied)
+
+
+def test_an_object_that_settings_took_the_place_of_is_not_given_again(copied, tmp_path):
+    rows, given, end = numbers()[60:63], copying().given, copied.summary["env_steps"]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    task = {"eval_data": str(tmp_path / "rows.jsonl")}
+    fork = gw.fork(copied.path, tmp_path / "fork", total_steps=end + 20, task=task)
+    for use in (gw.resume, gw.evaluate):
+        with pytest.raises(
+            gw.errors.ConfigError, match=r"^eval_data: the run was trained .* would not use it; fix: leave"
+        ):
+            use(fork, **given)
+    assert gw.resume(fork, **given | {"eval_data": None}).summary["episodes"] == 3
 
 
 @pytest.mark.parametrize(

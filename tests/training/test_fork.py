@@ -225,6 +225,18 @@ def test_the_command_line_forks(run, tmp_path, capsys):
         assert not (tmp_path / "x").exists()
 
 
+def test_the_settings_of_a_fork_lack_its_first_weights_and_say_so(run, tmp_path, caplog):
+    gw.fork(run.path, tmp_path / "fork", total_steps=400)
+    config, said = str(tmp_path / "fork" / "config.json"), f"to repeat it: groupwise resume {run.path} --fork NEW_DIR"
+    for name, more in {"own": ["--policy.init-from", str(run.path)], "other": []}.items():
+        words = ["train", config, "--total-steps", "64", "--run-dir", str(tmp_path / name)]
+        assert cli.main([*words, *more]) == 0
+        assert (said in caplog.text) == (name == "other")
+    caplog.clear()
+    assert cli.main(["resume", str(tmp_path / "fork"), "--fork", str(tmp_path / "again"), "--total-steps", "384"]) == 0
+    assert "to repeat it" not in caplog.text
+
+
 def test_a_fork_that_cannot_be_written_leaves_no_folder(run, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.copytree", lambda *paths, **how: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
@@ -274,6 +286,8 @@ def test_settings_given_to_resume_point_to_a_fork(run):
     for given in ({"algorithm": {"gamma": 0.9}}, {"env": "CartPole-v1"}, {"policy": {"hidden_sizes": [8]}}):
         with pytest.raises(gw.errors.ConfigError, match=rf"fix: .*gw\.fork\(run, .*, {next(iter(given))}="):
             gw.resume(run.path, **given)
+    with pytest.raises(gw.errors.ConfigError, match=r"^reward: .* would not use it; fix: leave it out$"):
+        gw.evaluate(run.path, reward=len)
     with pytest.raises(gw.errors.ConfigError, match=r"is a run on an environment, .*; fix: gw\.Run\.load"):
         gw.LanguageAgent.load(run.path)
 

@@ -21,12 +21,12 @@ from groupwise.comparison.results import figure
 from groupwise.config import to_json
 from groupwise.config.base import Cfg
 from groupwise.config.evolution import EvolutionCfg, LaunchCfg
-from groupwise.config.load import read_file
+from groupwise.config.load import SUFFIXES, read_file
 from groupwise.config.policy import PolicyCfg
-from groupwise.config.run import BUDGETS, CommonCfg, RunCfg
+from groupwise.config.run import BUDGETS, CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError, GroupwiseError
 from groupwise.report.folder import RunFolder
-from groupwise.system import num_cpus, show
+from groupwise.system import num_cpus, printable, show
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,7 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
     options, rest = parser.parse_known_args(words)
     cfg = parse_options(rest, parser, allow_programs=options.allow_programs).with_progress(options.progress)
     _set_output(options.progress)
+    _warn_of_fork(rest[0], cfg)
     if options.seeds is not None:
         if options.profile is not None:
             raise ConfigError("--profile is of a single run, got --seeds too; fix: one of them")
@@ -105,6 +106,18 @@ def train_command(parser: Parser, argv: Sequence[str]) -> int:
 
         callbacks.append(Profiler(options.profile))
     return print_run(train_from_config(cfg, callbacks=callbacks), quiet=options.progress == "none")
+
+
+def _warn_of_fork(target: str, cfg: RunCfg | TextRunCfg) -> None:
+    """Warn if the file of settings is that of a fork: they do not have the weights that it began with."""
+    known = read_file(Path(target)).get("provenance") if target.lower().endswith((".json", *SUFFIXES)) else None
+    source = known.get("forked_from") if isinstance(known, dict) else None
+    if source and isinstance(source, list) and (cfg.policy if isinstance(cfg, RunCfg) else cfg.model).init_from is None:
+        again = plugins.command("resume", source[0], "--fork", "NEW_DIR")
+        fork = (
+            "the run of %s began with weights of the run that it was forked from, this one does not; to repeat it: %s"
+        )
+        log.warning(fork, printable(target), printable(again))
 
 
 def resume_command(parser: Parser, argv: Sequence[str]) -> int:

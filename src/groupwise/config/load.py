@@ -18,7 +18,7 @@ from pydantic import Field, TypeAdapter, ValidationError, create_model
 
 from groupwise import system as files
 from groupwise.config.algorithm import AlgorithmCfg, CreditCfg, GRPOCfg, ObjectiveCfg
-from groupwise.config.base import Cfg, Choice, check_programs, explain, flat
+from groupwise.config.base import GIVEN, Cfg, Choice, check_programs, explain, flat
 from groupwise.config.policy import AnyPolicyCfg
 from groupwise.config.run import BUDGETS, CommonCfg, RunCfg, TextRunCfg
 from groupwise.errors import ConfigError, UnknownNameError, require_extra
@@ -174,6 +174,8 @@ ADAPTER_CONFIG = "adapter_config.json"
 """File of settings in a folder of peft's adapters."""
 ADAPTER_SIZES = ("r", "alpha", "rslora", "dora")
 """Settings of adapters without which their weights are another model."""
+_OF_FUNCTION = ("activation", "squash_output", "actor_keys", *(f"lora.{name}" for name in ADAPTER_SIZES))
+"""Settings of a policy or model without which its weights are another one, also where all tensors fit."""
 _NOT_OF_WEIGHTS = ("init_from", "normalize_reward")
 """Settings of a policy that a run which begins with its weights does not take over."""
 
@@ -240,6 +242,8 @@ def load_config(
     tree = read_file(Path(path))
     named = tree.pop("preset", None)
     tree.pop("provenance", None)
+    if isinstance(tree.get("algorithm"), str):  # as choices, and as in Python
+        tree["algorithm"] = {"name": tree["algorithm"]}
     try:
         if "task" not in tree and "id" not in _table(tree, "env"):
             raise ConfigError('no environment or task; fix: "env": {"id": "CartPole-v1"}, or "task": {"data": ...}')
@@ -274,7 +278,7 @@ def to_json(cfg: CommonCfg) -> str:
 
 def json_schema() -> Tree:
     """JSON Schema of a config file, with the settings of every registered algorithm."""
-    variants: Any = functools.reduce(operator.or_, AlgorithmCfg.members())
+    variants: Any = functools.reduce(operator.or_, AlgorithmCfg.members(), Literal[tuple(sorted(AlgorithmCfg.known))])
     algorithm = Field(GRPOCfg(), description=CommonCfg.model_fields["algorithm"].description)
     names: Any = Literal[("auto", *objective_presets())]
     preset = Field(
@@ -310,19 +314,17 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
     else:
         base, weights = _preset_for(read("text"), cfg_type), _of_weights(given.get("model"), "model")
         base, model = merge(base, {"model": weights}), merge(weights, _table(given, "model"))
-        theirs, ours = (part if isinstance(part, dict) else {} for part in (weights.get("lora"), model.get("lora")))
-        for key in ADAPTER_SIZES if theirs and ours else ():
-            if isinstance(ours.get(key), int | float) and ours.get(key) != theirs.get(key):
-                raise ConfigError(
-                    f"model.lora.{key} = {ours.get(key)!r:.80}, but the adapters of model.init_from were trained with {theirs.get(key)!r:.80} "
-                    "and would be another model; fix: leave it out"
-                )
-        path = model.get("path")
-        saved = isinstance(path, str) and (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
-        if adapters or saved or model.get("lora") is not None:
+        _check_same("model", _table(given, "model"), weights)
+        if model.get("lora") is not None and weights.get("path", GIVEN) != GIVEN and not _has_adapters(weights):
+            raise ConfigError(
+                "model.lora asks for adapters, but the weights of model.init_from were trained without; fix: leave model.lora out, or "
+                "`groupwise export RUN --to transformers`, and that folder as model.path in place of model.init_from"
+            )
+        if adapters or _has_adapters(model):
             base = merge(base, _preset_for(read("text_lora"), cfg_type))
 
     if kept := _of_weights(given.get("policy"), "policy"):
+        _check_same("policy", _table(given, "policy"), kept)
         base = merge(base, {"policy": {"name": AnyPolicyCfg.default, **kept}})
     if preset not in (None, "auto"):  # its credit and objective replace those of the environment as a whole
         settings = dict(objective_preset(str(preset)).settings)
@@ -342,6 +344,13 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
         raise ConfigError("\n".join(explain(error.errors()))) from None
 
 
+def _has_adapters(model: Tree) -> bool:
+    """Whether a model's settings ask for adapters, or its folder has some."""
+    path = model.get("path")
+    saved = isinstance(path, str) and (Path(path).expanduser() / ADAPTER_CONFIG).is_file()
+    return saved or model.get("lora") is not None
+
+
 def _of_weights(part: object, name: str) -> Tree:
     """Settings of a policy or model in the run, or the run of the checkpoint, that ``init_from`` names; empty if there is none."""
     source = part.get("init_from") if isinstance(part, dict) else None
@@ -351,6 +360,25 @@ def _of_weights(part: object, name: str) -> Tree:
     config = next(filter(Path.is_file, configs), None)
     settings = {} if config is None else _table(read_file(config, follow=False), name)
     return {key: value for key, value in settings.items() if key not in _NOT_OF_WEIGHTS}
+
+
+def _check_same(part: str, given: Tree, weights: Tree) -> None:
+    """Raise a ``ConfigError`` for a setting of the user's with which the weights of ``init_from`` would be another policy or model.
+
+    Args:
+        weights: the settings that they were trained with.
+    """
+
+    def unordered(value: Any) -> Any:
+        return {*map(str, value)} if isinstance(value, list | tuple) else value
+
+    ours, theirs = flat(given), flat(weights)
+    for name in _OF_FUNCTION:
+        if name in ours and name in theirs and unordered(ours[name]) != unordered(theirs[name]):
+            raise ConfigError(
+                f"{part}.{name} = {ours[name]!r:.80}, but the weights of {part}.init_from were trained with {theirs[name]!r:.80} "
+                f"and would be another {part}; fix: leave it out"
+            )
 
 
 def _preset_for(by_algorithm: dict[str, Tree], cfg_type: type[AlgorithmCfg]) -> Tree:
@@ -382,11 +410,17 @@ def _under_preset(algorithm: Tree, preset: str) -> Tree:
     return merged
 
 
+_FIRST = {"env": "id", "model": "path"}
+"""The setting that a text stands for in Python, where a file has an object."""
+
+
 def _table(tree: Tree, key: str) -> Tree:
     """The settings under a key; empty if there are none."""
     value = tree.get(key, {})
     if not isinstance(value, dict):
         fix = "; fix: a path, or policy=gw.CausalLM(model, tokenizer=tokenizer)" if key == "model" else ""
+        if isinstance(value, str) and key in _FIRST:
+            fix = f"; fix: {json.dumps({_FIRST[key]: value})}"
         shown = textwrap.shorten(repr(value), 100, placeholder=" ...")  # networks have long ones
         raise ConfigError(f"{key} = {shown}: expected an object with settings by name{fix}")
     return value

@@ -274,6 +274,13 @@ class TextTaskCfg(Cfg):
         """Whether episodes of an environment differ by their seeds alone."""
         return self.env is not None and not self.data
 
+    @property
+    def given_in_python(self) -> set[str]:
+        """Names of the Python objects that the settings have a placeholder for."""
+        one = {name: (vars(self)[name],) for name in ("data", "eval_data", "tool", "env")}
+        several = {"reward": [reward.name for reward in self.rewards], "tools": self.tools}
+        return {name for name, values in {**one, **several}.items() if GIVEN in values}
+
     @model_validator(mode="after")
     def _check(self) -> "TextTaskCfg":
         unread = {} if self.tool else self.changed("tool_kwargs", "tool_timeout", "tool_answer")

@@ -130,7 +130,8 @@ def update_cfg(model: "GRPO") -> GRPOCfg:
     except ValidationError as error:
         places = {(cfg,): sb3 for sb3, cfg in CFG_NAMES.items()} | {("sync_ref_model", "steps"): "kl_ref_iterations"}
         items = [{**item, "loc": (places[item["loc"]],)} if item["loc"] in places else item for item in error.errors()]
-        raise ConfigError("\n".join(explain(items)).replace("clip_coef", "clip_range")) from error
+        said = "\n".join(explain(items)).replace("clip_coef", "clip_range")
+        raise ConfigError(said.replace("sync_ref_model", "kl_ref_iterations")) from error
     for place, value in _ABSENT.items():
         part, name = place.split(".")
         found = vars(vars(cfg)[part])[name]

@@ -149,7 +149,7 @@ class Population:
         population = cls.load(path)
         if not allow_programs:
             check_programs(population.base, population.path / FILE)
-        given = UserObjects.again(fields)
+        given = UserObjects.again(fields, population.base)
         missing = sorted(population._given_in_python() - given.as_arguments().keys())
         if missing and population.round < population.cfg.rounds:
             raise ConfigError(  # a member's own error names gw.resume, which would train it beyond its round

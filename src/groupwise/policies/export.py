@@ -26,6 +26,7 @@ _FARTHEST = 10.0
 """Random observations are clipped to this size where their space has no bounds, or larger ones."""
 _TOLERANCE = 1e-4
 """Largest difference of an action, absolute and relative."""
+_OUTPUT = "action"
 
 
 def export(policy: Policy, path: Path | str, to: ExportFormat) -> None:
@@ -34,7 +35,8 @@ def export(policy: Policy, path: Path | str, to: ExportFormat) -> None:
     Args:
         path: a new file; for ``transformers`` a new folder.
         to: ``onnx``: from raw observations to the environment's deterministic actions. Inputs have the names of the observation's
-            entries (``outer.inner`` where they are nested), or ``obs``; the output is ``action``; the batch has any size.
+            entries (``outer.inner`` where they are nested; after ``obs.`` where another one or the output has that name),
+            or ``obs``; the output is ``action``; the batch has any size.
             ONNX Runtime has to take the same actions on 64 random observations. ``safetensors``: all weights and the
             statistics of normalisers, by the names of ``policy.state_dict()``. ``transformers``: a language model, or with
             LoRA its PEFT adapter.
@@ -66,7 +68,12 @@ class DeterministicActor(nn.Module):
         super().__init__()
         self.policy = policy
         self.paths = list(leaf_spaces(space))
-        self.names = [".".join(path) or "obs" for path in self.paths]
+        self.names: list[str] = []
+        for path in self.paths:
+            name = ".".join(path) or "obs"
+            while name in (_OUTPUT, *self.names):  # ONNX models refuse equal names
+                name = f"obs.{name}"
+            self.names.append(name)
 
     def forward(self, *leaves: Tensor) -> Tensor:
         """Actions ``[B, ...]``."""
@@ -107,7 +114,7 @@ def _onnx(policy: Policy) -> bytes:
                 actor,
                 leaves,
                 input_names=actor.names,
-                output_names=["action"],
+                output_names=[_OUTPUT],
                 dynamic_shapes=(any_size,),
                 verbose=False,
             )
@@ -116,6 +123,9 @@ def _onnx(policy: Policy) -> bytes:
     finally:
         log.setLevel(level)
     assert program is not None
+    for value in (value for node in program.model.graph for value in node.outputs):
+        if value.name in actor.names:  # a result inside, as of clamp
+            value.name = f"inner.{value.name}"
     model: bytes = program.model_proto.SerializeToString()
 
     session = onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])

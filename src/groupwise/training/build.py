@@ -22,7 +22,16 @@ from groupwise.collectors.vector import Collector, VectorCollector, acting_on_fi
 from groupwise.config.algorithm import AlgorithmCfg, BCCfg, GRPOCfg, PPOCfg, with_max_length
 from groupwise.config.base import GIVEN, OTHER_NAMES, Cfg, meant
 from groupwise.config.policy import AnyPolicyCfg, PolicyCfg, RecurrentCfg
-from groupwise.config.run import DEFAULT_HORIZON, EnvCfg, EvaluationMetric, RunCfg, StartMode, TextRunCfg, TrackedRun
+from groupwise.config.run import (
+    DEFAULT_HORIZON,
+    CommonCfg,
+    EnvCfg,
+    EvaluationMetric,
+    RunCfg,
+    StartMode,
+    TextRunCfg,
+    TrackedRun,
+)
 from groupwise.data.rollout import RolloutBuffer
 from groupwise.engines import Engine
 from groupwise.envs.base import GroupEnv, VectorEnv
@@ -77,8 +86,12 @@ class UserObjects(NamedTuple):
     """Functions that a language model calls by name."""
 
     @classmethod
-    def again(cls, objects: Mapping[str, Any]) -> "UserObjects":
-        """The objects by name, when a run is loaded or resumed; a ``ConfigError`` for what is no object of a run."""
+    def again(cls, objects: Mapping[str, Any], cfg: CommonCfg | None = None) -> "UserObjects":
+        """The objects by name, when a run is loaded or resumed; a ``ConfigError`` for what is no object of a run.
+
+        Args:
+            cfg: the run's settings; objects that they do not ask for are refused, too, since they would be ignored.
+        """
         for name, value in objects.items():
             if name not in (*cls._fields, *RunCfg.model_fields, *TextRunCfg.model_fields):
                 hint = f"; {meant([OTHER_NAMES[name]])}" if name in OTHER_NAMES else ""
@@ -91,7 +104,15 @@ class UserObjects(NamedTuple):
                     f"settings; fix: leave it out, or change a setting in a new run: gw.fork(run, new_folder, {name}=...)"
                 )
         kept: dict[str, Any] = {name: [*one] if isinstance(one, Iterator) else one for name, one in objects.items()}
-        return cls(**kept)  # data are read several times
+        given = cls(**kept)  # data are read several times
+        asked = cfg.task.given_in_python if isinstance(cfg, TextRunCfg) else {"env"}
+        if cfg is not None and (unread := sorted(given.as_arguments().keys() - asked - {"policy"})):
+            new = f", or begin a new run: gw.train(gw.TextTask(..., {unread[0]}=...), model={{'init_from': run.path}})"
+            raise ConfigError(
+                f"{' and '.join(unread)}: the run was trained without, or with what its settings name, and would not use it; fix: "
+                f"leave it out{new if isinstance(cfg, TextRunCfg) else ''}"
+            )
+        return given
 
     def as_arguments(self) -> dict[str, Any]:
         """The objects that were given, by name."""

@@ -23,6 +23,7 @@ REFUSED = [
     ({"clip_range": -1.0}, "clip_range = -1.0"),
     ({"clip_range": 0.1, "objective": "cispo"}, "clip_range=0.1"),
     ({"kl_ref_iterations": 0}, "kl_ref_iterations = 0"),
+    ({"kl_ref_iterations": 2}, "kl_ref_iterations updates a reference, and kl_coef=0 has none"),
     ({"credit": "gpro"}, "unknown preset 'gpro'"),
     ({"credit": {"scal": "none"}}, "credit: unknown key 'scal'; did you mean 'scale'?"),
     ({"credit": {"group_key": "group_step"}}, "credit: group_key='group_step'"),

@@ -3,8 +3,7 @@
 import copy
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, SupportsFloat, cast
 
 import gymnasium
@@ -109,15 +108,21 @@ class GymnasiumVectorEnv(VectorEnv):
         seeds = seed if seed is None or not self._seeds_rows else row_seeds(seed, self.num_envs)
         # Gymnasium pops reset_mask from the dictionary: a reused one would mean a full reset.
         options = None if mask is None else {"reset_mask": mask}
-        with self._explained("reset"):
+        try:
             obs, _ = self._env.reset(seed=seeds, options=options)  # type: ignore[arg-type]
+        except TypeError as error:
+            self._explain("reset", error)
+            raise
         return self._tensor(obs)
 
     def step(self, action: Tensor) -> EnvStep:
         """One step of every row with environment actions [N, ...]."""
         actions = nested_action(self.action_space, action.cpu().numpy())
-        with self._explained("step"):
+        try:
             obs, reward, terminated, truncated, info = self._env.step(actions)
+        except TypeError as error:
+            self._explain("step", error)
+            raise
         final_obs = None
         if self.autoreset == "same_step" and (terminated | truncated).any():
             if "final_obs" not in info:
@@ -154,16 +159,11 @@ class GymnasiumVectorEnv(VectorEnv):
         """Free simulators and processes."""
         self._env.close()
 
-    @contextmanager
-    def _explained(self, method: str) -> Iterator[None]:
-        """Turn NumPy's error about an observation that Gymnasium cannot store into ours."""
-        try:
-            yield
-        except TypeError as error:
-            frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-            own = method == "step" and not any(name.startswith(_UTILS) for name in frames)  # in the user's code
-            if own or not str(error).startswith("Cannot cast array data"):
-                raise
+    def _explain(self, method: str, error: TypeError) -> None:
+        """Raise a ``DataError`` if it is NumPy's error about an observation that Gymnasium cannot store."""
+        frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        own = method == "step" and not any(name.startswith(_UTILS) for name in frames)  # in the user's code
+        if not own and str(error).startswith("Cannot cast array data"):
             raise DataError(
                 f"{method}() of {self.env_id} returned what {self.observation_space!s:.80} does not allow: {error}; fix: return "
                 "the space's dtype, or declare another space"
@@ -173,9 +173,12 @@ class GymnasiumVectorEnv(VectorEnv):
         return obs_to_tensor(self.observation_space, obs, self.device, batched=True)
 
 
+_UTILS = os.path.dirname(gymnasium.vector.utils.__file__)
+"""Where Gymnasium stores observations."""
+
+
 # Wrappers of single environments
 
-_UTILS = os.path.dirname(gymnasium.vector.utils.__file__)
 _PASS_OBSERVATIONS_ON = frozenset(
     kind.step
     for kind in (

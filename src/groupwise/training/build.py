@@ -317,9 +317,7 @@ def record(cfg: RunCfg, given: UserObjects, policy: Policy, path: Path, seed: in
         EnvError: its renderer failed.
     """
     if (separate := separate_env(cfg.env, given.env)) is None:
-        raise NoPictureError(
-            "no video: the environment cannot be made a second time; fix: give an id or a callable, and vectorization='sync'"
-        )
+        raise NoPictureError("no video: the environment cannot be made a second time; fix: give an id or a callable")
     film(policy, *separate, path, seed=derive_seed(seed, "video"))
 
 

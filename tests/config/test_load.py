@@ -81,8 +81,24 @@ def test_clip_coef_of_a_file_is_under_what_is_given_over_it(write):
     assert bounds() == (0.1, 0.1)
     assert bounds(preset="dapo") == (0.2, 0.28)
     above = {"objective": {"trust_region": {"clip_high": 0.4}}}
-    assert bounds(algorithm=above) == (0.2, 0.4)
-    assert bounds(algorithm=above | {"clip_coef": 0.3}) == (0.3, 0.3)
+    assert bounds(algorithm=above) == (0.1, 0.4)
+    assert bounds(algorithm={"objective": {"trust_region": "gmpo"}}) == (0.2, 0.2)
+    assert bounds(algorithm={"clip_coef": 0.3}, preset="dapo") == (0.3, 0.3)
+
+
+def test_clip_coef_sets_the_sides_that_are_not_given_beside_it(write):
+    def bounds(cfg):
+        region = cfg.algorithm.objective.trust_region
+        return region.clip_low, region.clip_high
+
+    beside = {"clip_coef": 0.3, "objective": {"trust_region": {"clip_high": 0.4}}}
+    for cfg in (resolve("CartPole-v1", GRPOCfg(**beside)), resolve("CartPole-v1", {"name": "grpo"} | beside, "dapo")):
+        assert bounds(cfg) == (0.3, 0.4)
+    file = write({"env": {"id": "CartPole-v1"}, "algorithm": beside})
+    assert bounds(load_config(file)) == (0.3, 0.4)
+    assert bounds(load_config(file, algorithm={"clip_coef": 0.1})) == (0.1, 0.1)
+    file = write({"env": {"id": "CartPole-v1"}, "algorithm": {"objective": {"trust_region": "gmpo"}}})
+    assert bounds(load_config(file, algorithm={"clip_coef": 0.1})) == (0.1, 0.1)
 
 
 def test_a_share_of_warmup_is_one_of_any_budget():

@@ -428,7 +428,7 @@ class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
     target_kl: Positive | None = None
     """Stops the update when the approximate KL of a minibatch exceeds 1.5 times this (SB3's rule). None: never."""
     clip_coef: ClipRange | None = Field(default=None, exclude=True)
-    """Sets ``clip_low`` and ``clip_high`` of the trust region together, to a number or a schedule. Saved settings have these two."""
+    """Sets ``clip_low`` and ``clip_high`` of the trust region, unless they are given beside it, to a number or a schedule. Saved settings have these two."""
     objective: ObjectiveCfg = ObjectiveCfg()
     """Ratio, trust region, correction, aggregation."""
     optimizer: SerializeAsAny[OptimizerCfg] = AdamCfg()
@@ -456,7 +456,7 @@ class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
     @field_validator("objective", mode="before")
     @classmethod
     def _apply_clip_coef(cls, objective: Any, info: ValidationInfo) -> Any:
-        """Set the trust region's range to ``clip_coef``."""
+        """Set the sides of the trust region's range that are not given to ``clip_coef``."""
         coef = info.data.get("clip_coef")
         if coef is None or not isinstance(objective, dict | ObjectiveCfg):
             return objective
@@ -469,7 +469,7 @@ class AlgorithmCfg(Choice, family="algorithm", default="grpo"):
                 f"clip_coef={coef!r} sets clip_low and clip_high; trust_region={region.name!r} has no {name}; fix: its own settings"
             )
         given = {name: value for name, value in region if name in region.model_fields_set}
-        return values | {"trust_region": given | {"clip_low": coef, "clip_high": coef}}
+        return values | {"trust_region": {"clip_low": coef, "clip_high": coef} | given}
 
 
 A = TypeVar("A", bound=AlgorithmCfg)

@@ -304,10 +304,10 @@ def _resolve(layers: list[Tree], preset: str | None, *, adapters: bool = False) 
         hint = f"it is a preset of grpo; fix: --preset {name} (in Python preset={name!r})"
         raise UnknownNameError("algorithm", name, (), hint=hint)
     cfg_type, given = AlgorithmCfg.named(name), functools.reduce(_over, layers)
-    if "clip_coef" not in _table(layers[-1], "algorithm"):  # it would set the trust region that was given over it
-        above = _table(_table(layers[-1], "algorithm"), "objective")
-        if "trust_region" in above:
-            _table(given, "algorithm").pop("clip_coef", None)
+    above = _table(_table(layers[-1], "algorithm"), "objective").get("trust_region")
+    names = isinstance(above, str) or (isinstance(above, dict) and "name" in above)
+    if names and "clip_coef" not in _table(layers[-1], "algorithm"):
+        _table(given, "algorithm").pop("clip_coef", None)  # it is of the trust region that was replaced
     if kind is RunCfg:
         base = _preset_for(env_preset(str(given["env"]["id"])), cfg_type)
         base = merge({"policy": {"name": AnyPolicyCfg.default}}, base)  # its settings are not those of another policy
@@ -443,9 +443,14 @@ def _whole(cfg: AnyCfg) -> AnyCfg:
 
 
 def _over(low: Tree, high: Tree) -> Tree:
-    """``high`` over ``low``, all settings of a run: one budget replaces another."""
+    """``high`` over ``low``, all settings of a run: one budget replaces another, ``clip_coef`` both sides of the clip range."""
     if any(high.get(name) is not None for name in BUDGETS):
         low = {key: value for key, value in low.items() if key not in BUDGETS}
+    if _table(high, "algorithm").get("clip_coef") is not None:
+        objective = _table(_table(low, "algorithm"), "objective")
+        if isinstance(region := objective.get("trust_region"), dict):
+            other = {name: value for name, value in region.items() if name not in ("clip_low", "clip_high")}
+            low = low | {"algorithm": low["algorithm"] | {"objective": objective | {"trust_region": other}}}
     merged: Tree = merge(low, high)
     return merged
 

@@ -256,6 +256,9 @@ def test_pages_follow_the_files(root):
     with RunFolder(path).locked():
         assert "<td>training</td>" in seen("/secret/", changed)[2]
     assert (path / LOCK).is_file()
+    (path / "metrics.jsonl").unlink()
+    (path / "checkpoints" / "latest").mkdir(parents=True, exist_ok=True)
+    assert "<td>saved agent</td>" in seen("/secret/", changed)[2]  # as LanguageAgent.save leaves it
 
 
 ANSWERED = """

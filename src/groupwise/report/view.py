@@ -106,7 +106,8 @@ def read_row(name: str, path: Path, version: str) -> Row:
 
 def _row(name: str, folder: RunFolder, metrics: Sequence[Mapping[str, Any]]) -> Row:
     config, summary, trains = folder.read_config(), folder.read_summary(), folder.is_training
-    (unit, score, _), stopped = words_of(config), str(summary.get("stopped") or "killed")
+    end = "saved agent" if folder.is_agent else "killed"
+    (unit, score, _), stopped = words_of(config), str(summary.get("stopped") or end)
     return Row(
         name,
         subject=subject(config, summary),

@@ -242,11 +242,15 @@ def test_an_interrupted_search_says_how_far_it_came_and_how_it_goes_on(tmp_path,
     def interrupt(*args):
         raise KeyboardInterrupt
 
+    def terminate(*args):
+        os.kill(os.getpid(), signal.SIGTERM)  # as a cluster does
+        return []
+
     path = tmp_path / "q"
     call = rf"Population\.resume\('{tmp_path}/p', env=\.\.\., on_mutation=\.\.\.\)$"
     with pytest.raises(KeyboardInterrupt, match=f"interrupted after 0 of 1 rounds; continue with: .*{call}"):
         evolve(tmp_path / "p", env=interrupt, on_mutation=interrupt, rounds=1)
-    monkeypatch.setattr("groupwise.evolution.population.play_all", interrupt)
+    monkeypatch.setattr("groupwise.evolution.population.play_all", terminate)
     words = ["--search", '{"algorithm.gamma": [0.9, 0.99]}', "--round-steps", "1e4", "--run-dir", str(path)]
     assert cli.main(["evolve", "CartPole-v1", *words]) == 130
     assert cli.main(["resume", str(path)]) == 130

@@ -10,6 +10,7 @@ import logging
 import math
 import os
 import shutil
+import signal
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
@@ -37,7 +38,7 @@ from groupwise.config.run import BUDGETS, CommonCfg, RunCfg, TextRunCfg
 from groupwise.data.rollout import TensorDict
 from groupwise.errors import ConfigError, DivergedError, MemberError, RunFolderError, nearest
 from groupwise.report.folder import LOCK, WANDB, Count, RunFolder
-from groupwise.run import MAX_ERROR, evaluate, read_settings, resume, train_from_config
+from groupwise.run import MAX_ERROR, STOP, evaluate, handling, read_settings, resume, train_from_config
 from groupwise.seeding import derive_seed
 from groupwise.system import num_cpus, show
 from groupwise.training.build import UserObjects
@@ -741,6 +742,7 @@ def go_on(
     was_finished = population.round == cfg.rounds
     with (
         _telling_how_to_continue(population, given),
+        handling(signal.default_int_handler, *STOP),
         RunFolder(population.path).locked(),
         closing(start_pool(launch, cfg.population, given, output)) as pool,
     ):

@@ -51,7 +51,7 @@ $(VENV)/.dev: pyproject.toml constraints.txt | python
 	@echo "installing groupwise and its development tools into $(VENV) (the first time takes some minutes)"
 	$(PIP) -e '.[dev,docs,atari,box2d,minigrid,mujoco,mujoco-warp,robots,text,mcp,monty,textarena,skyrl,openenv,quant,track,sb3,export,ray,view,optuna]'
 	$(PIP) --no-deps metaworld==3.1.1  # it pins an old MuJoCo, but runs on newer ones
-	$(PIP) --no-deps gem-llm==0.1.0 msgspec==0.22.0  # its pins are not ours
+	$(PIP) --no-deps --ignore-requires-python gem-llm==0.1.0 msgspec==0.22.0  # its pins, also of Python, are not ours
 	@touch $@ $(VENV)/.core
 
 # peers need other versions of each other's packages: environments of their own

@@ -17,7 +17,7 @@ from groupwise.text.games import making
         ("textarena:2048-v0", "textarena", r"pip install -e '.\[textarena\]'"),
         ("textworld:rooms=1", "textworld", r"pip install -e '.\[textworld\]'"),
         ("skyrl:gsm8k", "skyrl_gym", r"pip install -e '.\[skyrl\]'"),
-        ("gem:game:Game2048-v0-easy", "gem", "pip install --no-deps gem-llm==0.1.0 msgspec"),
+        ("gem:game:Game2048-v0-easy", "gem", "pip install --no-deps --ignore-requires-python gem-llm==0.1.0 msgspec"),
     ],
 )
 def test_a_package_that_is_missing_is_named_with_its_command(name, package, fix, monkeypatch):

@@ -26,7 +26,9 @@ class Gem(TextEnv):
 
     def __init__(self, game: str, **settings: Any) -> None:
         if find_spec("gem") is None:
-            raise MissingExtraError("'gem' is not installed; fix: pip install --no-deps gem-llm==0.1.0 msgspec")
+            raise MissingExtraError(
+                "'gem' is not installed; fix: pip install --no-deps --ignore-requires-python gem-llm==0.1.0 msgspec"
+            )
         import gem
         from gem.envs.registration import ENV_REGISTRY
 

@@ -11,7 +11,7 @@ from success_envs import TorchTouch, Touch, TouchEither
 import groupwise as gw
 from groupwise.collectors.groups import GroupCollector
 from groupwise.collectors.torch import TorchGroupCollector, TorchVectorCollector
-from groupwise.collectors.vector import Episode, VectorCollector
+from groupwise.collectors.vector import Episode, VectorCollector, pool_metrics
 from groupwise.config.algorithm import CollectionCfg
 from groupwise.config.run import EnvCfg
 from groupwise.data.rollout import RolloutBuffer
@@ -89,11 +89,40 @@ def test_episodes_without_a_flag_count_as_failed_beside_those_with_one():
     assert collector.metrics()["rollout/success_rate"] == 1 / len(collector.recent)
 
 
-def test_the_horizon_cuts_before_the_environment_tells():
-    collection = CollectionCfg(horizon=2)
-    collector = GroupCollector(touches(), FakePolicy(), group_size=2, collection=collection)
-    collected(collector, 6)
-    assert {(episode.length, episode.success) for episode in collector.finished} == {(2, None)}
+@pytest.mark.parametrize("vectorization", ["sync", "async"])
+def test_episodes_that_the_horizon_cuts_know_success_and_task(vectorization):
+    cfg, collection = EnvCfg(vectorization=vectorization, max_episode_steps=None), CollectionCfg(horizon=2)
+    env = make_env(cfg, grouped=True, num_envs=4, env=TouchEither, verify=False)
+    env.start_report = CHECKED
+    collector = GroupCollector(env, FakePolicy(), group_size=2, collection=collection)
+    rollout = collected(collector, 18)
+    assert {episode.length for episode in collector.finished} == {2}
+    tell(collector, rollout)
+    env.close()
+
+
+def test_a_cut_episode_without_a_flag_is_a_failure_of_its_task():
+    class EasyOrNot(TouchEither):  # the left one ends with a flag, the right one goes on without
+        def step(self, action):
+            obs, reward, *_ = super().step(action)
+            easy = self.index == 0
+            return obs, reward, easy and self.count == 2, False, self.named() | ({"success": True} if easy else {})
+
+    cfg = EnvCfg(vectorization="sync", max_episode_steps=None)
+    env = make_env(cfg, grouped=True, num_envs=4, env=EasyOrNot, verify=False)
+    env.start_report = CHECKED
+    collector = GroupCollector(env, FakePolicy(), group_size=2, collection=CollectionCfg(horizon=2))
+    collected(collector, 18)
+    assert {(episode.task, bool(episode.success)) for episode in collector.finished} == {
+        ("left", True),
+        ("right", False),
+    }
+    pooled = pool_metrics([(collector.finished, {})])
+    assert pooled == {"rollout/success_rate/left": 1.0, "rollout/success_rate/right": 0.0}
+
+
+def test_names_of_tasks_alone_are_no_failures():
+    assert pool_metrics([([Episode(0.0, 1, True, None, name) for name in ("left", "right")], {})]) == {}
 
 
 def torch_collector(kind, lengths, **settings):

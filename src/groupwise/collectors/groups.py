@@ -230,6 +230,7 @@ class GroupCollector(EnvCollector):
         self.group_size = group_size
         self.greedy_members = greedy_members
         self.collection = collection or CollectionCfg()
+        env.horizon = self.collection.horizon
         self._empty = 0
         members = group_size + greedy_members
         if env.max_episode_steps is None and self.collection.horizon is None:

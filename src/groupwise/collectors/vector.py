@@ -264,7 +264,7 @@ def pool_metrics(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) ->
         ranks: the episodes that each rank averages, whose number weights its means, and its metrics.
     """
     pooled = ranks[0][1] if len(ranks) == 1 else _pooled(ranks)
-    if not any(episode.task for episodes, _ in ranks for episode in episodes):
+    if not any(episode.success is not None for episodes, _ in ranks for episode in episodes):
         return pooled
     tasks = successes_by_task((episode.task, episode.success) for episodes, _ in ranks for episode in episodes)
     return pooled | {f"rollout/success_rate/{task}": sum(found) / len(found) for task, found in tasks.items()}
@@ -345,7 +345,7 @@ class RolloutWriter:
         _write(self._columns["truncated"], step, outcome.truncated)
         for key in self._from_info:
             _write(self._columns[key], step, outcome.info[key])
-        if "success" in outcome.info or "log_info" in outcome.info:
+        if not outcome.info.keys().isdisjoint(("success", "task", "log_info")):
             self.reports[step] = dict(outcome.info)
             if "success" in outcome.info:  # the next step may overwrite it
                 self.reports[step]["success"] = outcome.info["success"].clone()

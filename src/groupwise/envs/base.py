@@ -146,6 +146,8 @@ class GroupEnv(VectorEnv):
     """Neighbouring rows that can only start together; 1: each row starts alone."""
     start_report: GroupStartReport | None = None
     """Result of the check of the shared start; None if it was not checked."""
+    horizon: int | None = None
+    """Steps after which the collector cuts episodes, which then report success and task. None: it does not."""
 
     def as_group_env(self, *, verify: bool = True) -> "GroupEnv":
         """The environment itself; ``make_env`` and the collectors check the start."""

@@ -93,15 +93,17 @@ class LocalRows:
         self._has_nested_actions = subspaces(cfg.action_space) is not None
         self._has_failed = False
 
-    def step(self, rows: npt.NDArray[Any], actions: Sequence[Any] | npt.NDArray[Any]) -> bool:
-        """One step of these rows; whether any ended or failed."""
+    def step(
+        self, rows: npt.NDArray[Any], actions: Sequence[Any] | npt.NDArray[Any], are_cut: npt.NDArray[Any]
+    ) -> bool:
+        """One step of these rows; whether any ended, failed, or is one that the collector cuts."""
         cfg, arrays, any_ended = self._cfg, self._arrays, False
         reward, terminated, truncated = arrays["reward"], arrays["terminated"], arrays["truncated"]
         if self._has_nested_actions:
             actions = [nested_action(cfg.action_space, action) for action in actions]
         else:
             actions = np.asarray(actions, dtype=cfg.action_space.dtype)
-        for row, action in zip(rows.tolist(), actions, strict=True):
+        for row, action, is_cut in zip(rows.tolist(), actions, are_cut.tolist(), strict=True):
             found: Any = None
             try:
                 found = self.envs[row].step(action)
@@ -121,7 +123,7 @@ class LocalRows:
                 any_ended = True
                 continue
             self._write(row, obs, "step")
-            if ended or cut:
+            if ended or cut or is_cut:
                 terminated[row], truncated[row], any_ended = ended, cut, True
                 flag = success_of_row(info)
                 arrays["success"][row] = 0 if flag is None else 1 + flag
@@ -318,10 +320,11 @@ class WorkerRows:
         self._workers = [self._launch(first, end) for first, end in pairwise(bounds)]
         self._await_launched(self._workers)
 
-    def step(self, rows: npt.NDArray[Any], actions: npt.NDArray[Any]) -> bool:
-        """One step of these rows; whether any ended or failed."""
-        self._ask("step", rows, actions)
-        return any(self.arrays[name].any() for name in ("terminated", "truncated", "failed"))
+    def step(self, rows: npt.NDArray[Any], actions: npt.NDArray[Any], are_cut: npt.NDArray[Any]) -> bool:
+        """One step of these rows; whether any ended, failed, or is one that the collector cuts."""
+        self._ask("step", rows, actions, are_cut)
+        ended = any(self.arrays[name].any() for name in ("terminated", "truncated", "failed"))
+        return ended or bool(are_cut.any())
 
     def start(self, rows: npt.NDArray[Any], start_seeds: npt.NDArray[Any], noise_seeds: npt.NDArray[Any]) -> None:
         """Start these rows."""
@@ -449,6 +452,7 @@ class RowsGroupEnv(GroupEnv):
         self._live: Mask = np.zeros(num_envs, dtype=np.bool_)
         self._live_rows = np.flatnonzero(self._live)
         self._not_started: Mask = np.zeros(num_envs, dtype=np.bool_)
+        self._age = np.zeros(num_envs, dtype=np.int64)
         layout = layout_of(cfg)
         self._rows: LocalRows | WorkerRows
         if num_workers:
@@ -481,6 +485,7 @@ class RowsGroupEnv(GroupEnv):
         failed.fill(False)
         self._rows.start(np.flatnonzero(mask), start_seed[mask], noise_seed[mask])
         self._set_live(self._live | mask)
+        self._age[mask] = 0
         self._not_started = self._not_started & ~mask | failed & self._live
         self.pause(self._not_started)
         return self._obs.to(self.device)
@@ -499,7 +504,9 @@ class RowsGroupEnv(GroupEnv):
             array.fill(0)
         if self._cfg.log_info:
             arrays["log_info"].fill(np.nan)
-        any_ended, failed = self._rows.step(self._live_rows, actions), None
+        self._age[self._live_rows] += 1
+        are_cut = self._age[self._live_rows] >= (self.horizon or math.inf)
+        any_ended, failed = self._rows.step(self._live_rows, actions, are_cut), None
         if self._not_started.any():
             self._failed |= torch.from_numpy(self._not_started)
             self._not_started = np.zeros_like(self._live)
@@ -508,7 +515,9 @@ class RowsGroupEnv(GroupEnv):
             self.pause((self._terminated | self._truncated | self._failed).numpy())
             failed = self._failed.clone() if self._failed.any() else None
             if self._success.any():
-                info |= {"success": self._success == 2, "task": arrays["task"].copy()}
+                info["success"] = self._success == 2
+            if (arrays["task"] != "").any():
+                info["task"] = arrays["task"].copy()
             if self._cfg.log_info:
                 logged_numbers = torch.from_numpy(arrays["log_info"].copy()).unbind(1)
                 info["log_info"] = dict(zip(self._cfg.log_info, logged_numbers, strict=True))

@@ -28,6 +28,16 @@ def test_ranks_without_episodes_count_as_one_of_them():
     }
 
 
+@pytest.mark.parametrize("name", ["wasted_steps", "filtered_steps", "idle_fraction"])
+def test_shares_of_steps_are_those_of_all_steps(name):
+    # 6 of 262 steps, in many short episodes, and none of 320
+    shares = [
+        {f"rollout/{name}": share, "rollout/env_steps": steps} for share, steps in ((6 / 262, 262.0), (0.0, 320.0))
+    ]
+    pooled = pool_metrics([(episodes(64), shares[0]), (episodes(8), shares[1])])
+    assert pooled[f"rollout/{name}"] == pytest.approx(6 / 582)
+
+
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-300])
 def test_one_rank_keeps_its_numbers_exactly(value):
     assert pool_metrics([(episodes(7), {"rollout/return_mean": value})]) == {"rollout/return_mean": value}

@@ -75,6 +75,8 @@ COUNTS = frozenset(
     for name in ("env_steps", "episodes", "env_errors", "groups", "filtered_groups", "unscorable", "starts_apart")
 )
 """Metrics that are summed over ranks."""
+SHARES = frozenset(f"rollout/{name}" for name in ("idle_fraction", "wasted_steps", "filtered_steps"))
+"""Metrics that are shares of steps, whose number weights their means."""
 
 
 class Collector(ABC):
@@ -261,7 +263,7 @@ def pool_metrics(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) ->
     The success rates of tasks are those of all episodes together.
 
     Args:
-        ranks: the episodes that each rank averages, whose number weights its means, and its metrics.
+        ranks: the episodes that each rank averages, whose number weights most of its means, and its metrics.
     """
     pooled = ranks[0][1] if len(ranks) == 1 else _pooled(ranks)
     if not any(episode.success is not None for episodes, _ in ranks for episode in episodes):
@@ -274,7 +276,8 @@ def _pooled(ranks: Sequence[tuple[Sequence[Episode], dict[str, float]]]) -> dict
     pooled = {}
     for name in dict.fromkeys(name for _, metrics in ranks for name in metrics):
         values = [metrics[name] for _, metrics in ranks if name in metrics]
-        weights = [max(1, len(episodes)) for episodes, metrics in ranks if name in metrics]
+        sizes = [(len(e), m.get("rollout/env_steps", 0.0)) for e, m in ranks if name in m]
+        weights = [max(1.0, steps if name in SHARES else episodes) for episodes, steps in sizes]
         if name in COUNTS:
             pooled[name] = sum(values)
         elif name.endswith("_max"):

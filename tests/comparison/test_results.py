@@ -70,6 +70,14 @@ def test_steps_that_differ_much_and_methods_of_few_runs_are_noted():
     assert compare_records([*records("E", "a", range(5)), *records("E", "b", range(6))]).notes == ()
 
 
+def test_a_run_that_was_first_evaluated_late_is_noted():
+    often = RunRecord("E", "a", 0, (1000, 2000, 8000), (1.0, 2.0, 3.0))
+    late = RunRecord("E", "b", 7, (8000,), (4.0,))
+    note = "E: curves and means over training begin at step 8,000, with the first score of b, seed 7"
+    assert note in compare_records([often, late]).notes
+    assert not [each for each in compare_records([often, often._replace(method="c")]).notes if "begin at" in each]
+
+
 def test_one_run_has_no_interval():
     [found] = compare_records(A + records("E", "alone", (5.0,))).environments
     alone = found.methods[1]

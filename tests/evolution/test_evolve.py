@@ -381,6 +381,9 @@ def test_bounds_of_a_setting_that_is_off_give_whole_numbers_where_it_takes_no_ot
         ({"total_steps": 100}, "rounds times round_steps"),
         ({"stop": {"threshold": 400}}, "ends after its rounds"),
         ({"round_steps": 63}, "an iteration takes about 64 steps"),
+        ({"search": {"algorithm.num_steps": [8, 1024]}}, r"an iteration takes about [\d,]+ steps"),
+        ({"search": {"algorithm.num_steps": {"min": 8, "max": 1024}}}, r"an iteration takes about [\d,]+ steps"),
+        ({"search": {"env.action_chunk": [1, 2]}}, r"env\.action_chunk cannot change"),
         ({"population": 1}, "population"),
         ({"gpus": 0.5}, "gpus is for launcher='ray'"),
         ({"selection": "tornament"}, "did you mean 'tournament'"),
@@ -390,6 +393,16 @@ def test_what_cannot_be_searched_is_refused_before_anything_starts(options, mess
     with pytest.raises(gw.errors.ConfigError, match=message):
         evolve(tmp_path / "p", **options)
     assert not (tmp_path / "p").exists()
+
+
+def test_settings_that_change_what_a_score_means_are_named(tmp_path, caplog):
+    search = {"env.max_episode_steps": [20, 500], "algorithm.learning_rate": [1e-3, 1e-2]}
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(gw.errors.RunFolderError):
+        evolve(tmp_path, search=search)
+    assert [r.message for r in caplog.records if "what a score means" in r.message] == [
+        "search: env.max_episode_steps may change what a score means, and each member is scored with its own settings"
+    ]
 
 
 def test_a_taken_folder_and_a_missing_one_are_refused(whole, tmp_path):

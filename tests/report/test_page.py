@@ -451,5 +451,10 @@ def test_a_line_has_its_lowest_and_its_highest_value():
     assert re.findall(r">([^<>\s]+)</text>", drawn) == ["1.37k", "0.25"]
     assert re.findall(r'points="([^"]+)"', drawn) == ["56.0,45.0 216.0,5.0", "56.0,44.9"]
     assert "</text>" not in small([([1], [float("nan")])], "nothing finite")
+    steps = [*range(10_000)]
+    (line,) = re.findall(r'points="([^"]+)"', small([(steps, [float(step) for step in steps])], "long"))
+    assert 400 < len(line.split()) <= 501
+    assert line.startswith("56.0,45.0 ")
+    assert line.endswith(" 216.0,5.0")
     for value in (0.0, 0.1, 500.0, -1e9):  # a metric that stays the same
         assert "25.0 136.0,25.0 216.0,25.0" in small([([1, 2, 3], [value] * 3)], "constant")

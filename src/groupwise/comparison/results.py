@@ -322,6 +322,13 @@ def compare_records(
             all_notes.append(f"{name}: not every run was evaluated; scores are those of training episodes")
         if few := ", ".join(result.method for result in results if len(result.seeds) < ENOUGH_RUNS):
             all_notes.append(f"{name}: fewer than {ENOUGH_RUNS} runs of {few}, too few for intervals; fix: more seeds")
+        begins = [run.env_steps[0] for run in runs]
+        if max(begins) - min(begins) > 0.25 * (grid[-1] - min(begins)):
+            last = runs[begins.index(max(begins))]
+            all_notes.append(
+                f"{name}: curves and means over training begin at step {max(begins):,}, with the first score of {last.method}, "
+                f"seed {last.seed}"
+            )
         steps = [result.env_steps for result in results]
         if max(steps) > 1.05 * min(steps):
             all_notes.append(

@@ -42,7 +42,7 @@ from groupwise.run import MAX_ERROR, STOP, evaluate, handling, read_settings, re
 from groupwise.seeding import derive_seed
 from groupwise.system import num_cpus, show
 from groupwise.training.build import UserObjects
-from groupwise.training.checkpoint import FIXED, fork_run, is_fixed
+from groupwise.training.checkpoint import FIXED, changes_scores, fork_run, is_fixed
 from groupwise.training.trainer import PAUSED, Callback, Trainer
 
 log = logging.getLogger(__name__)
@@ -702,8 +702,13 @@ def evolve_from_config(
     base = with_settings(base, {}, **budget, run_dir=None, logging=logging)
     check_search(cfg.search, base)
     check_count(cfg)
-    if isinstance(base, RunCfg) and (size := base.env.num_envs * base.algorithm.num_steps) > cfg.round_steps:
-        raise ConfigError(_too_short(cfg.round_steps, size))
+    if isinstance(base, RunCfg):
+        steps: Any = cfg.search.get("algorithm.num_steps", [base.algorithm.num_steps])
+        size = base.env.num_envs * round(steps.max if isinstance(steps, RangeCfg) else max(steps))
+        if size > cfg.round_steps:
+            raise ConfigError(_too_short(cfg.round_steps, size))
+    if apart := ", ".join(filter(changes_scores, cfg.search)):
+        log.warning("search: %s may change what a score means, and each member is scored with its own settings", apart)
     name = f"{base.subject}-{base.algorithm.name}-population-{datetime.now():%Y%m%d-%H%M%S}".replace("/", "-")
     path = Path(run_dir or Path("runs", name)).absolute()  # an environment may change the working folder
     RunFolder.check_free(path)

@@ -21,6 +21,8 @@ LEFT, RIGHT, TOP, BOTTOM = 88, 674, 34, 330
 """Place of the axes in a panel, in pixels."""
 LARGEST = 1e300
 """Scores beyond it are drawn there."""
+MAX_POINTS = 500
+"""Points of a line."""
 Points = Sequence[tuple[float, float]]
 """Steps and scores."""
 
@@ -51,7 +53,7 @@ def curve_svg(metrics: Sequence[Mapping[str, Any]], title: str, xlabel: str, yla
         axes = Axes([*training, *evaluated, *(end for both in whiskers for end in both)], xlabel, words)
         legend = []
         if training:
-            axes.line(training, TRAINING)
+            axes.line(thin(training), TRAINING)
             legend.append((TRAINING, "training, sampled"))
         if evaluated:
             for both in whiskers:
@@ -164,6 +166,12 @@ def points(metrics: Sequence[Mapping[str, Any]], key: str) -> list[tuple[int, fl
     return [(entry.get("env_steps", 0), float(entry[key])) for entry in metrics if key in entry]
 
 
+def thin(points: Points) -> Points:
+    """Every second point, or every third and so on, and the last one: no more than a screen shows."""
+    stride = -(-len(points) // MAX_POINTS) or 1
+    return [*points[:-1:stride], *points[-1:]]
+
+
 # Small pictures for rows of a table
 
 
@@ -174,12 +182,10 @@ def small(series: Sequence[tuple[Sequence[int], Sequence[float]]], label: str) -
     if not drawn:
         return _svg(220, 50, "", label)
     (low, high), steps, values = _span([value for _, value in drawn]), [s for s, _ in drawn], [v for _, v in drawn]
+    first, width = min(steps), max(steps) - min(steps) or 1
     body = f'<text x="50" y="10">{short(max(values), 3)}</text><text x="50" y="49">{short(min(values), 3)}</text>'
     for one, color in zip(known, (TRAINING, EVALUATION), strict=False):
-        places = [
-            (56 + 160 * (step - min(steps)) / (max(steps) - min(steps) or 1), 45 - 40 * (value - low) / (high - low))
-            for step, value in one
-        ]
+        places = [(56 + 160 * (s - first) / width, 45 - 40 * (v - low) / (high - low)) for s, v in thin(one)]
         line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         body += f'<polyline points="{line}" fill="none" stroke="{color}" stroke-width="1.5"/>'
         if len(places) == 1:

@@ -21,7 +21,7 @@ from starlette.routing import Route
 
 from groupwise.config.run import BUDGETS
 from groupwise.errors import RunFolderError
-from groupwise.report.curve import overlay, points
+from groupwise.report.curve import overlay, points, thin
 from groupwise.report.folder import RunFolder, explained
 from groupwise.report.page import Live, progress, render, style, subject, templates, words_of
 from groupwise.system import printable
@@ -37,8 +37,6 @@ HEADERS = {
     "x-frame-options": "DENY",
 }
 MAX_FIGURES = 24
-MAX_POINTS = 500
-"""Points of a line."""
 TRAINING, EVALUATION = "rollout/return_mean", "eval/return_mean"
 
 
@@ -220,12 +218,6 @@ def _figure(runs: Mapping[Row, Sequence[Mapping[str, Any]]], metric: str) -> str
     for row, entries in runs.items():
         line, dots = points(entries, metric or TRAINING), points(entries, metric or EVALUATION) if is_evaluation else []
         if line or dots:
-            curves[row.name] = _thin(line), _thin(dots), ()
+            curves[row.name] = thin(line), thin(dots), ()
     row = next(iter(runs))
     return overlay(curves, row.subject, row.unit, metric or row.score) if curves else ""
-
-
-def _thin(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """Every second point, or every third and so on, and the last one: no more than a screen shows."""
-    stride = -(-len(points) // MAX_POINTS) or 1
-    return [*points[:-1:stride], *points[-1:]]

@@ -301,7 +301,7 @@ def load_state(run: "Trainer", state: dict[str, Any], where: Path) -> None:
         _counts_of(state)
         if any(not name.startswith("logging.") for name in changed):  # whatever ended the run, it shall go on
             state = state | {"callbacks": {key: part for key, part in state["callbacks"].items() if key != "StopEarly"}}
-        if others := [name for name in changed if _changes_scores(name)]:
+        if others := [name for name in changed if changes_scores(name)]:
             state = state | {"callbacks": {key: part for key, part in state["callbacks"].items() if key != "Evaluate"}}
             if run.engine.rank == 0:
                 log.warning(
@@ -508,6 +508,9 @@ FIXED = (
     "env.id",
     "env.num_envs",
     "env.vectorization",
+    "env.action_chunk",
+    "env.obs_keys",
+    "env.action_masks",
     "policy",
     "model",
     "task.data",
@@ -603,7 +606,7 @@ def fork_run(
         new.checkpoints.mkdir()
         shutil.copytree(found, new.latest, ignore=_others)
         if (
-            not any(map(_changes_scores, changed))
+            not any(map(changes_scores, changed))
             and has_checkpoint(folder.best)
             and saved_counts(folder.best)["steps"] <= steps
         ):
@@ -617,7 +620,7 @@ def fork_run(
     return new.path
 
 
-def _changes_scores(name: str) -> bool:
+def changes_scores(name: str) -> bool:
     """Whether scores of evaluations from before and after a change of this setting cannot be compared."""
     return name.startswith(_SCORING) and name not in _NOT_SCORING
 

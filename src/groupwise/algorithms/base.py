@@ -339,8 +339,7 @@ class BaseAlgorithm(ABC):
         if self.cfg.objective.old_log_prob == "recomputed":
             keys.add("sample_log_prob")
         inputs = {key: batch[key] for key in keys}
-        if "trained" in batch.keys():  # noqa: SIM118  iterating goes over rows
-            inputs["loss_mask"] = inputs["loss_mask"] & batch["trained"]
+        inputs["loss_mask"] = inputs["loss_mask"] & batch.get("trained", True)
         return self.layout.inputs(batch, inputs)
 
     def loss_inputs(

@@ -335,11 +335,10 @@ class BaseAlgorithm(ABC):
 
     def policy_inputs(self, batch: TensorDict) -> dict[str, Nested]:
         """Inputs of the scores of the transitions ``[N, T]``, and which of them count."""
-        keys = {*self.policy.batch_keys, "loss_mask", "episode_id", *self.layout.keys}
+        keys = {*self.policy.batch_keys, "episode_id", *self.layout.keys}
         if self.cfg.objective.old_log_prob == "recomputed":
             keys.add("sample_log_prob")
-        inputs = {key: batch[key] for key in keys}
-        inputs["loss_mask"] = inputs["loss_mask"] & batch.get("trained", True)
+        inputs = {key: batch[key] for key in keys} | {"loss_mask": batch["loss_mask"] & batch.get("trained", True)}
         return self.layout.inputs(batch, inputs)
 
     def loss_inputs(

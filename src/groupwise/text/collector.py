@@ -614,13 +614,15 @@ class TextCollector(DataCollector):
             taken += wanted
             wanted = min(num_prompts - len(kept), budget - taken)
         self.members = [*chain(*kept, *filtered)]
-        sampled = [(one, one.reward) for one in self.members if not one.greedy]
-        self.finished = [Episode(float(r), one.written, one.stop != "length") for one, r in sampled if r is not None]
+        sampled = [(one, one.reward, one.prompt.example.columns) for one in self.members if not one.greedy]
+        self.finished = [
+            Episode(float(r), one.written, one.stop != "length", one.episode.success if one.episode else None, str(row.get("environment", "")))
+            for one, r, row in sampled if r is not None
+        ]  # fmt: skip
         self._unscored = 0 if self.finished else self._unscored + 1
         if self._unscored == MAX_UNSCORED:
-            raise RewardError(
-                f"no completion of {MAX_UNSCORED} iterations in a row could be scored: {self._why_unscored([one for one, _ in sampled])}"
-            )
+            why = self._why_unscored([one for one, *_ in sampled])
+            raise RewardError(f"no completion of {MAX_UNSCORED} iterations in a row could be scored: {why}")
         self.last_steps = sum(member.written for member in self.members)
         self._metrics = text_metrics(self.members, self.rewards.names, self._cfg.task.success_threshold)
         if self.iteration == 0:
@@ -630,8 +632,7 @@ class TextCollector(DataCollector):
         self._metrics |= {"rollout/filtered_groups": float(len(filtered)), "rollout/epoch": epoch}
         rows = [training_row(member, self._cfg) for member in chain(*kept)]
         rows += [training_row(member, self._cfg)._replace(reward=None) for member in chain(*filtered)]
-        rollout = text_rollout(rows)
-        rollout = rollout if self.policy.actor_only else self._with_values(rollout)
+        rollout = text_rollout(rows) if self.policy.actor_only else self._with_values(text_rollout(rows))
         # only now: a rollout that fails is collected again, from the same prompts
         self.position, self.iteration = self.position + taken, self.iteration + 1
         return rollout

@@ -39,7 +39,7 @@ from groupwise.text.envs import (
     make_for,
     play_samples,
 )
-from groupwise.text.generation import Completion, Generate, Past, complete
+from groupwise.text.generation import Completion, Generate, Past, complete, text_within
 from groupwise.text.policy import TOKEN, CausalLM
 from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
 from groupwise.text.task import LONGEST_TOKEN, EncodedPrompt, Example, PromptEncoder, Start, TextTask
@@ -405,7 +405,9 @@ def write_turn(
         known = [pasts.get(id(members[0])) for members in groups] if dialogue.keeps_cache else None
         written = generate(texts, torch.tensor(seeds), how, deterministic=greedy, pasts=known)
         for member, completion in zip(chain(*groups), chain(*written), strict=True):
-            member.add_turn(completion, dialogue.encoder.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+            plain = dialogue.encoder.conversational or not member.turns
+            decode = dialogue.encoder.tokenizer.decode if plain else partial(text_within, dialogue.encoder.tokenizer)
+            member.add_turn(completion, decode(completion.tokens, skip_special_tokens=True))
             pasts[id(member)] = completion.past
 
 
@@ -861,9 +863,7 @@ def successes(members: Sequence[Transcript]) -> list[bool] | None:
 def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float:
     """Share of the text's n-grams that occur earlier in it: 0 if all are new, near 1 in a loop; 0 for fewer than two."""
     count = len(tokens) - n + 1
-    if count < 2:
-        return 0.0
-    return 1 - len({tuple(tokens[i : i + n]) for i in range(count)}) / count
+    return 1 - len({tuple(tokens[i : i + n]) for i in range(count)}) / count if count > 1 else 0.0
 
 
 def pass_at_k(rewards: Sequence[float], success_threshold: float, k: int) -> float:

@@ -76,6 +76,12 @@ class Completion(NamedTuple):
     """Keys and values of prompt and completion, for the next turn."""
 
 
+def text_within(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:
+    """The text of tokens in the midst of others: with the first space, which decoders of SentencePiece take off a text."""
+    text, first, twice = (tokenizer.decode(ids, **options) for ids in (tokens, tokens[:1], [*tokens[:1], *tokens]))
+    return f" {text}" if twice == f"{first} {text}" else text
+
+
 class DecodingState:
     """The state of decoding: all completions; each step adds a token to every row of the batch.
 

@@ -474,6 +474,10 @@ def test_stop_strings_end_a_text_at_the_token_that_completes_them():
     assert (c.stop, len(c.tokens)) == ("stop", 6)
     (c,) = written(["€q€q"], SamplingCfg(max_new_tokens=8, min_new_tokens=4, stop=("€q",)), tokenizer)
     assert (c.stop, len(c.tokens)) == ("stop", 8)
+    # its first space is the text's, which decoding drops
+    for text, end in (("1", 1), ("31 1", 3)):
+        (c,) = written([text + "3333"], SamplingCfg(max_new_tokens=4, stop=(" 1",)), sentence_tokenizer())
+        assert (c.stop, len(c.tokens)) == ("stop", end)
     # the end of text goes before a stop string that it completes
     (c,) = written(["a<|im_end|>"], SamplingCfg(max_new_tokens=2, stop=("<|im_end|>",)), tokenizer)
     assert (c.stop, c.tokens[-1]) == ("eos", EOS)

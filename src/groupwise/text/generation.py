@@ -137,7 +137,9 @@ class DecodingState:
         strings = self._sampling.stop
         window = 4 * max(map(len, strings)) + 8  # a character takes at most 4 tokens; its first bytes may be cut off
         last = self._tokens[self.rows, max(0, self.length - window) : self.length].tolist()
-        decode = partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
+        first = self.length <= window and any(string.startswith(" ") for string in strings)
+        decode = partial(text_within, self._tokenizer) if first else self._tokenizer.decode
+        decode = partial(decode, clean_up_tokenization_spaces=False)
         texts, known = map(decode, last), [0] * len(last)
         # A string within the minimum stays: only what the last token completes counts.
         if self._sampling.min_new_tokens:

@@ -5,7 +5,7 @@ The first ids are those of ``tiny_models``: 2 begins a text, 3 ends it. None has
 
 import functools
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 UNKNOWN, START, BEGIN, END = range(4)
@@ -33,6 +33,22 @@ def character_tokenizer(characters="0123456789+= ", chat=False):
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     return _wrapped(tokenizer, chat)
+
+
+def sentence_tokenizer(characters="0123456789="):
+    """As Llama 2's: each character has a token alone and one with a space before it; other texts are bytes, and decoding drops the first
+    space.
+    """
+    specials, others = _specials(chat=False), [f"<0x{byte:02X}>" for byte in range(256)]
+    words = ["\u2581", *characters, *("\u2581" + one for one in characters)]
+    vocabulary = {token: number for number, token in enumerate([*specials, *others, *words])}
+    merges = [("\u2581", one) for one in characters]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token=specials[UNKNOWN], byte_fallback=True))
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in specials])
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    ends = decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), *ends])
+    return _wrapped(tokenizer, chat=False)
 
 
 @functools.cache

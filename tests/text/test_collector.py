@@ -6,6 +6,7 @@ from text_updates import updated
 from tiny_models import moved, tiny_model
 from tiny_tokenizers import character_tokenizer
 
+from groupwise.algorithms.grpo import GRPO
 from groupwise.config.algorithm import GRPOCfg
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import RewardCfg, TextRunCfg, TextTaskCfg
@@ -230,6 +231,24 @@ def test_a_cut_completion_without_loss_is_still_compared_with():
     # advantages -1, 0 and 1 over the deviation 1 + 1e-4: that of the cut row is not lost on its members
     assert metrics["train/policy_loss"] == pytest.approx(0, abs=1e-6)
     assert metrics["train/grad_norm"] > 0
+
+
+@pytest.mark.parametrize("placement", ["reward", "advantage"])
+def test_a_kl_in_the_credit_is_also_that_of_tokens_without_loss(placement):
+    advantages = []
+    for left_out in ([], [[0, 0], [1, 0], [1, 1]]):  # the first token of one row, and all of another
+        of = collector({"1": ["44.", "55", "6."]}, group_size=3)
+        rollout = collect(of)
+        rollout["trained"] = rollout["valid"].clone()
+        for place in left_out:
+            rollout["trained"][tuple(place)] = False
+        credit = {"kl_placement": placement, "scale": "none"}
+        algorithm = GRPO(GRPOCfg(group_size=3, kl_coef=0.5, kl_estimator="k1", credit=credit), of.policy)
+        moved(of.policy)
+        algorithm.update(rollout)
+        advantages.append(algorithm.advantage)
+    torch.testing.assert_close(*advantages)
+    assert advantages[0].frac().count_nonzero() > 3  # those of the rewards 44, 55 and 6 alone are whole
 
 
 def test_the_greedy_completion_is_measured_against_and_not_trained_on():

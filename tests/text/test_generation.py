@@ -5,8 +5,10 @@ from functools import partial
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from tiny_models import EOS, FAMILIES, moved, tiny_model
-from tiny_tokenizers import character_tokenizer, tiny_tokenizer
+from tiny_tokenizers import character_tokenizer, sentence_tokenizer, tiny_tokenizer
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -19,7 +21,7 @@ from transformers import (
 from groupwise.config.policy import SamplingCfg
 from groupwise.errors import ConfigError, DataError
 from groupwise.speed.decoding import FastDecoder, StaticStep
-from groupwise.text.generation import Decoder, DecodingState, complete
+from groupwise.text.generation import Decoder, DecodingState, complete, text_within
 from groupwise.text.policy import CausalLM
 
 PROMPTS = [[5, 6, 7], [9], [10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20, 21]]
@@ -472,9 +474,21 @@ def test_stop_strings_end_a_text_at_the_token_that_completes_them():
     assert (c.stop, len(c.tokens)) == ("stop", 6)
     (c,) = written(["€q€q"], SamplingCfg(max_new_tokens=8, min_new_tokens=4, stop=("€q",)), tokenizer)
     assert (c.stop, len(c.tokens)) == ("stop", 8)
+    # its first space is the text's, which decoding drops
+    for text, end in (("1", 1), ("31 1", 3)):
+        (c,) = written([text + "3333"], SamplingCfg(max_new_tokens=4, stop=(" 1",)), sentence_tokenizer())
+        assert (c.stop, len(c.tokens)) == ("stop", end)
     # the end of text goes before a stop string that it completes
     (c,) = written(["a<|im_end|>"], SamplingCfg(max_new_tokens=2, stop=("<|im_end|>",)), tokenizer)
     assert (c.stop, c.tokens[-1]) == ("eos", EOS)
+
+
+@given(st.lists(st.integers(0, 270), max_size=6))
+def test_the_text_of_tokens_within_others_is_what_they_add_to_it(tokens):
+    assert text_within(tiny_tokenizer(), tokens) == tiny_tokenizer().decode(tokens)
+    tokenizer = sentence_tokenizer()
+    before = tokenizer("1")["input_ids"]
+    assert text_within(tokenizer, tokens) == tokenizer.decode([*before, *tokens]).removeprefix("1")
 
 
 @pytest.mark.parametrize(("minimum", "length"), [(1, 2), (2, 4), (3, 4), (4, 6)])

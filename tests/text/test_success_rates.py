@@ -34,6 +34,7 @@ def test_success_is_told_by_the_name_of_the_environment(model, tmp_path):
     last = run.metrics()[-1]
     assert (last["eval/success_rate/easy"], last["eval/success_rate/hard"]) == (1.0, 0.0)
     assert last["eval/success_rate"] == pytest.approx(0.4)
+    assert (last["rollout/success_rate/easy"], last["rollout/success_rate/hard"]) == (1.0, 0.0)
     report = gw.evaluate(run, completions_per_prompt=8).report()
     json.dumps(report)
     # Wilson's interval of 2 of 2 prompts, not of 16 completions: 1 / (1 + 3.841459 / 2)

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from tiny_models import tiny_model
-from tiny_tokenizers import END, character_tokenizer, tiny_tokenizer
+from tiny_tokenizers import END, character_tokenizer, sentence_tokenizer, tiny_tokenizer
 
 from groupwise.config.policy import SamplingCfg
 from groupwise.config.run import TextTaskCfg
@@ -96,6 +96,24 @@ def test_a_call_is_answered_and_the_model_writes_on():
     assert rollout["turn_id"][0].tolist() == [-1] * 3 + [0] * 16 + [-1] * 18 + [1] * 2 + [-1]
     assert rollout["reward"][0].nonzero().tolist() == [[38]]
     assert rollout["terminated"][0].nonzero().tolist() == [[38]]
+
+
+def test_a_later_turn_keeps_the_space_before_it_which_decoding_it_alone_drops():
+    tokenizer = sentence_tokenizer()
+    cfg = TextTaskCfg(tool="calculator", max_turns=2, tool_answer="={}")
+    envs = TextEnvs(make_text_env(cfg, tool=lambda text: "5" if text.endswith("=") else None), "seed")
+    turns = ["1=", "738"]
+
+    def generate(prompts, seeds, *args, **kwargs):
+        tokens = tokenizer(turns.pop(0))["input_ids"]
+        return [[Completion(tokens, [-0.5] * len(tokens), "stop")]]
+
+    encoder = PromptEncoder(tokenizer, cfg)
+    (transcript,) = transcripts_at(encoder, "2", 1)
+    write([transcript], generate, SAMPLING, dialogue=Dialogue(encoder, None, envs))
+    assert tokenizer.decode(transcript.tokens) == "1= =5 738"
+    assert transcript.text == "1==5 738"
+    assert [message["content"] for message in transcript.messages] == ["1=", "5", " 738"]
 
 
 @pytest.mark.parametrize(("max_turns", "turns"), [(1, 1), (5, 5)])

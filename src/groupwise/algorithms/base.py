@@ -335,12 +335,10 @@ class BaseAlgorithm(ABC):
 
     def policy_inputs(self, batch: TensorDict) -> dict[str, Nested]:
         """Inputs of the scores of the transitions ``[N, T]``, and which of them count."""
-        keys = {*self.policy.batch_keys, "loss_mask", "episode_id", *self.layout.keys}
+        keys = {*self.policy.batch_keys, "episode_id", *self.layout.keys}
         if self.cfg.objective.old_log_prob == "recomputed":
             keys.add("sample_log_prob")
-        inputs = {key: batch[key] for key in keys}
-        if "trained" in batch.keys():  # noqa: SIM118  iterating goes over rows
-            inputs["loss_mask"] = inputs["loss_mask"] & batch["trained"]
+        inputs = {key: batch[key] for key in keys} | {"loss_mask": batch["loss_mask"] & batch.get("trained", True)}
         return self.layout.inputs(batch, inputs)
 
     def loss_inputs(
@@ -361,10 +359,7 @@ class BaseAlgorithm(ABC):
         data = self.layout.per_unit({**batch, "advantage": advantage}, mask)
         seed = derive_seed(self.seed, "objective", self.iteration)
         facts = UpdateStart(data, data["advantage"], mask, data["sample_log_prob"], num_episodes, seed, self.engine.sum)
-
-        def score() -> Evaluation:
-            return self.score(self.learner, inputs) if evaluation is None else evaluation
-
+        score = partial(self.score, self.learner, inputs) if evaluation is None else lambda: evaluation
         more = objective_data(self.cfg.objective, facts, score, partial(self._is_single_pass, mask))
         return inputs | {"advantage": data["advantage"]} | more
 

@@ -85,9 +85,11 @@ class GRPO(BaseAlgorithm):
             )
 
         inputs = self.policy_inputs(batch)
+        # a KL in the credit is that of all members, also of those without loss
+        compared = self.policy_inputs(batch.exclude("trained")) if self._kl_in_credit else inputs
         if self.reference is not None:
-            inputs |= self._reference_scores(self.reference, inputs)
-        evaluation = self.score(self.learner, inputs) if self._kl_in_credit or cfg.top_entropy_quantile < 1 else None
+            inputs |= self._reference_scores(self.reference, compared)
+        evaluation = self.score(self.learner, compared) if self._kl_in_credit or cfg.top_entropy_quantile < 1 else None
 
         reward, parts = self.policy.normalize_reward(batch["reward"]), batch.get("reward_parts", None)
         parts = None if parts is None else self.policy.normalize_reward(parts)

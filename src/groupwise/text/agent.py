@@ -172,14 +172,14 @@ class PromptEnv:
             ]
         steps = 0 if self._evaluating else self._trained
         score(members, self.rewards, TrainingState(steps // self.batch_size, epoch=steps / len(self.train_set)))
-        rewards = torch.tensor([math.nan if one.reward is None else one.reward for one in members]).view(count, -1)
+        rewards = [math.nan if one.reward is None else one.reward for one in members]
         self.logged = self.rewards.take_logged()
         self.release()
         if self._evaluating:
             self._evaluated += count
         else:
             self._trained += count
-        return self._next(), rewards
+        return self._next(), torch.tensor(rewards, dtype=torch.float64).view(count, -1)
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
@@ -415,7 +415,7 @@ class LanguageAgent:
                 act = partial(self.play, env) if env.task.cfg.has_env else partial(self.get_action, prompts)
                 prompts, scored = env.step(act(training=False)[0])
                 rewards.append(scored.flatten())
-        mean = float(torch.cat(rewards).double().nanmean())
+        mean = float(torch.cat(rewards).nanmean())
         if math.isnan(mean):
             raise RewardError("no completion of the held-out prompts could be scored; fix: the rewards, or eval_data")
         return mean

@@ -39,7 +39,7 @@ from groupwise.text.envs import (
     make_for,
     play_samples,
 )
-from groupwise.text.generation import Completion, Generate, Past, complete
+from groupwise.text.generation import Completion, Generate, Past, complete, text_within
 from groupwise.text.policy import TOKEN, CausalLM
 from groupwise.text.rewards import Message, Prompt, RewardSet, TrainingState
 from groupwise.text.task import LONGEST_TOKEN, EncodedPrompt, Example, PromptEncoder, Start, TextTask
@@ -405,7 +405,9 @@ def write_turn(
         known = [pasts.get(id(members[0])) for members in groups] if dialogue.keeps_cache else None
         written = generate(texts, torch.tensor(seeds), how, deterministic=greedy, pasts=known)
         for member, completion in zip(chain(*groups), chain(*written), strict=True):
-            member.add_turn(completion, dialogue.encoder.tokenizer.decode(completion.tokens, skip_special_tokens=True))
+            plain = dialogue.encoder.conversational or not member.turns
+            decode = dialogue.encoder.tokenizer.decode if plain else partial(text_within, dialogue.encoder.tokenizer)
+            member.add_turn(completion, decode(completion.tokens, skip_special_tokens=True))
             pasts[id(member)] = completion.past
 
 
@@ -614,13 +616,15 @@ class TextCollector(DataCollector):
             taken += wanted
             wanted = min(num_prompts - len(kept), budget - taken)
         self.members = [*chain(*kept, *filtered)]
-        sampled = [(one, one.reward) for one in self.members if not one.greedy]
-        self.finished = [Episode(float(r), one.written, one.stop != "length") for one, r in sampled if r is not None]
+        sampled = [(one, one.reward, one.prompt.example.columns) for one in self.members if not one.greedy]
+        self.finished = [
+            Episode(float(r), one.written, one.stop != "length", one.episode.success if one.episode else None, str(row.get("environment", "")))
+            for one, r, row in sampled if r is not None
+        ]  # fmt: skip
         self._unscored = 0 if self.finished else self._unscored + 1
         if self._unscored == MAX_UNSCORED:
-            raise RewardError(
-                f"no completion of {MAX_UNSCORED} iterations in a row could be scored: {self._why_unscored([one for one, _ in sampled])}"
-            )
+            why = self._why_unscored([one for one, *_ in sampled])
+            raise RewardError(f"no completion of {MAX_UNSCORED} iterations in a row could be scored: {why}")
         self.last_steps = sum(member.written for member in self.members)
         self._metrics = text_metrics(self.members, self.rewards.names, self._cfg.task.success_threshold)
         if self.iteration == 0:
@@ -630,8 +634,7 @@ class TextCollector(DataCollector):
         self._metrics |= {"rollout/filtered_groups": float(len(filtered)), "rollout/epoch": epoch}
         rows = [training_row(member, self._cfg) for member in chain(*kept)]
         rows += [training_row(member, self._cfg)._replace(reward=None) for member in chain(*filtered)]
-        rollout = text_rollout(rows)
-        rollout = rollout if self.policy.actor_only else self._with_values(rollout)
+        rollout = text_rollout(rows) if self.policy.actor_only else self._with_values(text_rollout(rows))
         # only now: a rollout that fails is collected again, from the same prompts
         self.position, self.iteration = self.position + taken, self.iteration + 1
         return rollout
@@ -860,9 +863,7 @@ def successes(members: Sequence[Transcript]) -> list[bool] | None:
 def repeated_ngrams(tokens: Sequence[int], n: int = 4) -> float:
     """Share of the text's n-grams that occur earlier in it: 0 if all are new, near 1 in a loop; 0 for fewer than two."""
     count = len(tokens) - n + 1
-    if count < 2:
-        return 0.0
-    return 1 - len({tuple(tokens[i : i + n]) for i in range(count)}) / count
+    return 1 - len({tuple(tokens[i : i + n]) for i in range(count)}) / count if count > 1 else 0.0
 
 
 def pass_at_k(rewards: Sequence[float], success_threshold: float, k: int) -> float:

@@ -76,6 +76,12 @@ class Completion(NamedTuple):
     """Keys and values of prompt and completion, for the next turn."""
 
 
+def text_within(tokenizer: Any, tokens: Sequence[int], **options: Any) -> str:
+    """The text of tokens in the midst of others: with the first space, which decoders of SentencePiece take off a text."""
+    text, first, twice = (tokenizer.decode(ids, **options) for ids in (tokens, tokens[:1], [*tokens[:1], *tokens]))
+    return f" {text}" if twice == f"{first} {text}" else text
+
+
 class DecodingState:
     """The state of decoding: all completions; each step adds a token to every row of the batch.
 
@@ -131,7 +137,9 @@ class DecodingState:
         strings = self._sampling.stop
         window = 4 * max(map(len, strings)) + 8  # a character takes at most 4 tokens; its first bytes may be cut off
         last = self._tokens[self.rows, max(0, self.length - window) : self.length].tolist()
-        decode = partial(self._tokenizer.decode, clean_up_tokenization_spaces=False)
+        first = self.length <= window and any(string.startswith(" ") for string in strings)
+        decode = partial(text_within, self._tokenizer) if first else self._tokenizer.decode
+        decode = partial(decode, clean_up_tokenization_spaces=False)
         texts, known = map(decode, last), [0] * len(last)
         # A string within the minimum stays: only what the last token completes counts.
         if self._sampling.min_new_tokens:

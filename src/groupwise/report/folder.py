@@ -632,8 +632,10 @@ def _array(kind: Any, values: Values, count: int) -> Any:
         flat = _array(kind.value_type, values.reshape(-1), values.size)
         return pa.ListArray.from_arrays(pa.Array.from_buffers(pa.int32(), count + 1, [None, pa.py_buffer(ends)]), flat)
     known = pa.py_buffer(np.packbits(~np.isnan(values), bitorder="little"))
-    is_bool = kind.equals(pa.bool_())
-    data = np.packbits(values == 1, bitorder="little") if is_bool else values.astype(kind.to_pandas_dtype())
+    if kind.equals(pa.bool_()):
+        data = np.packbits(values == 1, bitorder="little")
+    else:  # kind.to_pandas_dtype() needs pandas in older versions
+        data = values.astype(f"{'f' if pa.types.is_floating(kind) else 'i'}{kind.bit_width // 8}")
     return pa.Array.from_buffers(kind, count, [known, pa.py_buffer(np.ascontiguousarray(data))])
 
 

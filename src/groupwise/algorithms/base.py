@@ -359,7 +359,10 @@ class BaseAlgorithm(ABC):
         data = self.layout.per_unit({**batch, "advantage": advantage}, mask)
         seed = derive_seed(self.seed, "objective", self.iteration)
         facts = UpdateStart(data, data["advantage"], mask, data["sample_log_prob"], num_episodes, seed, self.engine.sum)
-        score = partial(self.score, self.learner, inputs) if evaluation is None else lambda: evaluation
+
+        def score() -> Evaluation:
+            return self.score(self.learner, inputs) if evaluation is None else evaluation
+
         more = objective_data(self.cfg.objective, facts, score, partial(self._is_single_pass, mask))
         return inputs | {"advantage": data["advantage"]} | more
 

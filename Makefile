@@ -12,7 +12,7 @@ VLLM := .venv-vllm
 PEERS_PIP := python -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help python demo demo-agent demo-robot demo-text test test-all test-browser test-ray test-vllm check format learn torture gpu bench bench-peers package docs clean
+.PHONY: help python demo demo-agent demo-robot demo-text test test-all test-browser test-oldest test-ray test-vllm check format learn torture gpu bench bench-peers package docs clean
 
 help:            ## Show this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | sort
@@ -100,6 +100,17 @@ test-vllm: $(VENV)/.dev $(VLLM)/.done  ## The adapter for vLLM against vLLM itse
 
 test-ray: $(VENV)/.dev  ## Runs and populations on a local Ray cluster, in a process of their own
 	GROUPWISE_RAY=1 $(BIN)/python -m pytest tests/integrations tests/examples/test_ray_tune_search.py
+
+test-oldest:     ## A training with the oldest versions of the dependencies, in an environment of its own
+	$(call CHECK_PYTHON,$(PYTHON))
+	$(PYTHON) -m venv --clear .venv-oldest
+	.venv-oldest/bin/python -P tools/oldest.py > .venv-oldest/oldest.txt
+	.venv-oldest/bin/$(PEERS_PIP) $(TORCH_CPU) -c .venv-oldest/oldest.txt -e .
+	.venv-oldest/bin/groupwise train CartPole-v1 --total-steps 5000 --run-dir .venv-oldest/run
+	.venv-oldest/bin/groupwise train CartPole-v1 --algorithm ppo --total-steps 5000 --run-dir .venv-oldest/ppo
+	.venv-oldest/bin/groupwise resume .venv-oldest/run --total-steps 8000
+	.venv-oldest/bin/groupwise eval .venv-oldest/run
+	.venv-oldest/bin/groupwise report .venv-oldest/run
 
 test-browser: $(VENV)/.dev  ## The pages in Chromium, which must be there (apt-get install chromium), and axe-core
 	command -v chromium

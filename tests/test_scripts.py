@@ -83,6 +83,7 @@ SMALLEST = {
     "docs/check_envs.py": "CartPole-v1 --out {folder}",
     "docs/generate.py": "--out {folder}",
     "tools/count_settings.py": "",
+    "tools/oldest.py": "",
     "tools/package.py": "--help",
     "tools/step_path.py": "control grpo",
     "tools/tiny_text.py": MODULE,

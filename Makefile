@@ -105,7 +105,7 @@ test-oldest:     ## A training with the oldest versions of the dependencies, in 
 	$(call CHECK_PYTHON,$(PYTHON))
 	$(PYTHON) -m venv --clear .venv-oldest
 	.venv-oldest/bin/python -P tools/oldest.py > .venv-oldest/oldest.txt
-	.venv-oldest/bin/$(PEERS_PIP) $(TORCH_CPU) -c .venv-oldest/oldest.txt -e .
+	.venv-oldest/bin/$(PEERS_PIP) $(if $(filter cpu,$(TORCH)),$(TORCH_CPU)) -c .venv-oldest/oldest.txt -e .
 	.venv-oldest/bin/groupwise train CartPole-v1 --total-steps 5000 --run-dir .venv-oldest/run
 	.venv-oldest/bin/groupwise train CartPole-v1 --algorithm ppo --total-steps 5000 --run-dir .venv-oldest/ppo
 	.venv-oldest/bin/groupwise resume .venv-oldest/run --total-steps 8000

@@ -129,6 +129,22 @@ def test_running_episodes_go_on_bit_for_bit(name, tmp_path):
     assert (expected[2]["step"][:, 0] > 0).any()  # some episode was running
 
 
+def test_episodes_in_a_model_that_resets_change_begin_anew(tmp_path, caplog):
+    hopper = pytest.importorskip("gymnasium.envs.mujoco.hopper_v5")
+
+    class Weightless(hopper.HopperEnv):
+        def reset_model(self):
+            self.model.opt.gravity[2] = -self.np_random.uniform(0, 1)
+            return super().reset_model()
+
+    first, second = (Run(EnvCfg(num_envs=3, max_episode_steps=50), Weightless) for _ in range(2))
+    first.collect(2)
+    first.save(tmp_path / "latest")
+    second.load(tmp_path / "latest")
+    assert (second.collect(1)[0]["step"][:, 0] == 0).all()
+    assert "its MjModel is another one now" in caplog.text
+
+
 def test_episodes_that_cannot_be_saved_begin_anew_on_resume_only(tmp_path):
     whole, second = (Run(EnvCfg(num_envs=3), lambda: Walk(object())) for _ in range(2))
     whole.collect(2)

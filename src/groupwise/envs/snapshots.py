@@ -11,6 +11,7 @@ import types
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import Enum
+from hashlib import blake2b
 from io import BytesIO
 from itertools import islice
 from operator import attrgetter
@@ -503,7 +504,7 @@ def _captured(value: Any, seen: _Seen, budget: Iterator[int]) -> Any:
         return {"kind": "dict", "items": items}
     if kind_of(value) == MUJOCO_DATA:
         arrays = {name: array.copy() for name, array in _mujoco_arrays(value)}
-        return {"kind": "mujoco", "time": value.time, "arrays": arrays}
+        return {"kind": "mujoco", "time": value.time, "arrays": arrays, "model": _digest(value.model)}
     if isinstance(value, types.MethodType | types.FunctionType | type):
         return {"kind": "code", "name": getattr(value, "__name__", "")}
     if isinstance(value, functools.partial) or (stays(value) and kind_of(value) != ALE):
@@ -542,6 +543,8 @@ def _restored(now: Any, saved: Any, made: list[Any]) -> Any:
         case "mujoco":
             import mujoco
 
+            if _digest(now.model) != saved["model"]:  # such as one that resets randomise
+                raise ValueError("its MjModel is another one now")
             mujoco.mj_resetData(now.model, now)
             now.time = saved["time"]
             for name, array in _mujoco_arrays(now):
@@ -580,6 +583,15 @@ def _items(now: Any, saved: list[Any], made: list[Any]) -> Iterator[Any]:
     old += [None] * len(saved)
     for mine, item in zip(old, saved, strict=False):
         yield _restored(mine, item, made)
+
+
+def _digest(model: Any) -> str:
+    """A digest of all numbers of an ``MjModel``."""
+    import mujoco
+
+    buffer = np.zeros(mujoco.mj_sizeModel(model), np.uint8)
+    mujoco.mj_saveModel(model, None, buffer)
+    return blake2b(buffer, digest_size=16).hexdigest()
 
 
 def _mujoco_arrays(data: Any) -> list[tuple[str, np.ndarray]]:

@@ -307,6 +307,17 @@ def test_what_shows_at_some_starts_only_is_caught():
         verify_group_start(rows_of(CheatsInTheEnd, 2))  # short episodes are tried until some tens of steps agree
 
 
+def test_rows_that_depend_on_each_other_are_caught():
+    class Mixed(RowsGroupEnv):
+        def step(self, action):
+            step = super().step(action)
+            return step._replace(reward=step.reward - step.obs.mean())  # equal where all rows are
+
+    assert verify_group_start(rows_of(Noisy))
+    with pytest.raises(GroupStartError, match=r"a row depends on the noise of others: .*at step 1 .*'reward' of row 0"):
+        verify_group_start(rows_of(Noisy, kind=Mixed))
+
+
 def test_a_start_that_depends_on_the_noise_seed_is_caught():
     class Mixed(RowsGroupEnv):
         def start(self, mask, start_seed, noise_seed):

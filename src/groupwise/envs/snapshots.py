@@ -591,7 +591,7 @@ def _digest(model: Any) -> str:
 
     buffer = np.zeros(mujoco.mj_sizeModel(model), np.uint8)
     mujoco.mj_saveModel(model, None, buffer)
-    return blake2b(buffer, digest_size=16).hexdigest()
+    return blake2b(buffer.tobytes(), digest_size=16).hexdigest()
 
 
 def _mujoco_arrays(data: Any) -> list[tuple[str, np.ndarray]]:

@@ -101,10 +101,15 @@ def _examine_episode(env: GroupEnv, seed: int, num_steps: int) -> tuple[int, boo
     first = _started(env, start, noise, actions)
     _scatter(env, seed, num_steps)
     again = _started(env, start, noise, actions)
-    apart = _started(env, start, _own(env, seed, "noise"), actions)
+    own = _own(env, seed, "noise")
+    own[0] = noise[0] if env.num_envs > 1 else own[0]
+    apart = _started(env, start, own, actions)
     for trace in (first, again, apart[:1]):
         if (where := _first_difference(first, trace)) is not None:
             raise _ApartError(f"two starts with the same seed differ {where}")
+    alike = [{key: array[:1] for key, array in step.items()} for step in apart] if env.num_envs > 1 else []
+    if (where := _first_difference(first, alike)) is not None:
+        raise _ApartError(f"a row depends on the noise of others: with the same seeds it differs {where}")
     return len(first) - 1, _first_difference(first, apart) is not None
 
 

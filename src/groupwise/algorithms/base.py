@@ -45,6 +45,11 @@ from groupwise.seeding import derive_seed
 
 log = logging.getLogger(__name__)
 
+_AUTOCAST = (
+    "training inside torch.autocast: until that context ends, it goes on with copies of the first weights; fix: train outside "
+    "of it (language models have model.precision='autocast')"
+)
+
 
 class LossOutput(NamedTuple):
     """Loss and metrics of each element of a micro-batch."""
@@ -181,6 +186,8 @@ class BaseAlgorithm(ABC):
             num_episodes: ids in ``episode_id`` are below it.
             also: further metrics, 0-dim, to return with these: all are read from the device together.
         """
+        if torch.is_autocast_enabled(self.policy.device.type):
+            raise ConfigError(_AUTOCAST)
         cfg, names, all_sum = self.cfg, self.metric_names, self.engine.sum
         self.optimize_start = time.perf_counter()
         self.counts = Counts(num_episodes, int(data["turn"].max()) + 1 if "turn" in data else 0)
@@ -308,11 +315,9 @@ class BaseAlgorithm(ABC):
         minibatch = numbers.view(-1, *[1] * (like.dim() - 1)).to(like.device, non_blocking=True).expand_as(like)
         elements = self.prepare(dict(elements), minibatch, len(sizes))
         mask, episode = elements["loss_mask"], elements["episode_id"]
-        elements["share"] = token_mean_weights(mask & (episode >= 0), minibatch, len(sizes), all_sum=all_sum)
-        elements["weight"] = elements["share"]
-        if aggregation.name != "token_mean":
-            elements["weight"] = self._aggregated(mask, episode, sizes, num_episodes)
-        return elements
+        share = token_mean_weights(mask & (episode >= 0), minibatch, len(sizes), all_sum=all_sum)
+        weight = share if aggregation.name == "token_mean" else self._aggregated(mask, episode, sizes, num_episodes)
+        return elements | {"share": share, "weight": weight}
 
     def _aggregated(self, mask: Tensor, episode: Tensor, sizes: list[int], num_episodes: int) -> Tensor:
         """``loss_weights`` of each optimiser step's elements."""

@@ -310,12 +310,11 @@ class BaseAlgorithm(ABC):
 
     def _weighted(self, elements: dict[str, Nested], sizes: list[int], num_episodes: int) -> dict[str, Nested]:
         """An epoch's elements, prepared, with weights over each optimiser step's elements on all ranks."""
-        aggregation, all_sum = self.cfg.objective.aggregation, self.engine.sum
         like, numbers = elements["loss_mask"], torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
         minibatch = numbers.view(-1, *[1] * (like.dim() - 1)).to(like.device, non_blocking=True).expand_as(like)
         elements = self.prepare(dict(elements), minibatch, len(sizes))
-        mask, episode = elements["loss_mask"], elements["episode_id"]
-        share = token_mean_weights(mask & (episode >= 0), minibatch, len(sizes), all_sum=all_sum)
+        mask, episode, aggregation = elements["loss_mask"], elements["episode_id"], self.cfg.objective.aggregation
+        share = token_mean_weights(mask & (episode >= 0), minibatch, len(sizes), all_sum=self.engine.sum)
         weight = share if aggregation.name == "token_mean" else self._aggregated(mask, episode, sizes, num_episodes)
         return elements | {"share": share, "weight": weight}
 

@@ -60,6 +60,22 @@ def test_runs_in_two_threads_begin_as_they_do_alone(monkeypatch):
     assert all(map(torch.equal, chain(*alone), chain(*together)))
 
 
+@pytest.mark.parametrize(
+    ("env", "policy"),
+    [(gw.EnvCfg(id="CartPole-v1", vectorization="torch"), {}), ("Pendulum-v1", {"squash_output": True})],
+)
+def test_a_run_is_in_float32_whatever_torchs_default_is(env, policy):
+    first = gw.train(env, policy=policy, **TINY_GRPO).path
+    torch.set_default_dtype(torch.float64)
+    try:
+        again = gw.train(env, policy=policy, **TINY_GRPO).path
+        gw.resume(again, total_steps=1024)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    gw.resume(first, total_steps=1024)
+    assert same_weights(first, again)
+
+
 @pytest.mark.parametrize("squash", [False, True])
 def test_actions_that_the_first_policy_hardly_explores_are_told(squash, tmp_path, capsys):
     far = lambda **options: RescaleAction(gymnasium.make("Pendulum-v1", **options), np.float32(30), np.float32(1017))  # noqa: E731

@@ -172,7 +172,8 @@ class PromptEnv:
             ]
         steps = 0 if self._evaluating else self._trained
         score(members, self.rewards, TrainingState(steps // self.batch_size, epoch=steps / len(self.train_set)))
-        rewards = torch.tensor([math.nan if one.reward is None else one.reward for one in members]).view(count, -1)
+        earned = [math.nan if one.reward is None else one.reward for one in members]
+        rewards = torch.tensor(earned, dtype=torch.float32).view(count, -1)
         self.logged = self.rewards.take_logged()
         self.release()
         if self._evaluating:

@@ -181,10 +181,15 @@ def threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def first_weights(seed: int) -> Iterator[None]:
-    """Torch's global generator at the stream of a run's first weights, restored afterwards."""
+    """Torch's global generator at the stream of a run's first weights, in float32; both are restored afterwards."""
     with TORCH_GENERATOR, torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "policy"))
-        yield
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 def pick_device(name: str) -> torch.device:

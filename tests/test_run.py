@@ -3,6 +3,9 @@ import inspect
 import json
 import logging
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 
 import gymnasium
@@ -37,6 +40,40 @@ def _in_a_fresh_directory(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def cartpole(tmp_path_factory):
     return gw.train("CartPole-v1", seed=1, run_dir=tmp_path_factory.mktemp("runs") / "cartpole", **TINY)
+
+
+def test_runs_in_two_threads_begin_as_they_do_alone(monkeypatch):
+    draw = torch.nn.init.orthogonal_
+    monkeypatch.setattr("torch.nn.init.orthogonal_", lambda *args: (time.sleep(0.02), draw(*args)))
+
+    def first_weights(seed):
+        found = []
+        keep = on(
+            "training_start", lambda trainer: found.extend(p.clone() for p in trainer.algorithm.policy.parameters())
+        )
+        gw.train("CartPole-v1", seed=seed, callbacks=[keep], **TINY)
+        return found
+
+    alone = [*map(first_weights, (1, 2))]
+    with ThreadPoolExecutor(2) as pool:
+        together = [*pool.map(first_weights, (1, 2))]
+    assert all(map(torch.equal, chain(*alone), chain(*together)))
+
+
+@pytest.mark.parametrize(
+    ("env", "policy"),
+    [(gw.EnvCfg(id="CartPole-v1", vectorization="torch"), {}), ("Pendulum-v1", {"squash_output": True})],
+)
+def test_a_run_is_in_float32_whatever_torchs_default_is(env, policy):
+    first = gw.train(env, policy=policy, **TINY_GRPO).path
+    torch.set_default_dtype(torch.float64)
+    try:
+        again = gw.train(env, policy=policy, **TINY_GRPO).path
+        gw.resume(again, total_steps=1024)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    gw.resume(first, total_steps=1024)
+    assert same_weights(first, again)
 
 
 @pytest.mark.parametrize("squash", [False, True])

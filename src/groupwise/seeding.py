@@ -3,7 +3,11 @@
 Nothing here has state, so a resumed run has the same streams as an uninterrupted one.
 """
 
+import threading
 from hashlib import blake2b
+
+TORCH_GENERATOR = threading.RLock()
+"""Held by a run while it seeds torch's global generator, or draws from it: another thread may train another run."""
 
 
 def derive_seed(seed: int, *path: int | str) -> int:

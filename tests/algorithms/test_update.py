@@ -69,6 +69,18 @@ def test_normalisation_keeps_the_ratio_at_one_and_learns_afterwards():
 
 
 @pytest.mark.parametrize("kind", ["ppo", "grpo"])
+def test_training_inside_autocast_which_keeps_copies_of_weights_is_refused(kind):
+    algorithm = build(kind)
+    rollout = make_rollout(algorithm.policy)
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(ConfigError, match=r"inside torch\.autocast.*train outside"),
+    ):
+        algorithm.update(rollout)
+    assert algorithm.update(rollout)["train/optimizer_steps"] > 0
+
+
+@pytest.mark.parametrize("kind", ["ppo", "grpo"])
 def test_update_does_not_write_into_the_rollout(kind):
     algorithm = build(kind, num_epochs=2, minibatch_size=20)
     rollout = make_rollout(algorithm.policy)

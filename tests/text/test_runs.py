@@ -54,6 +54,20 @@ THREE_WEIGHTS = {"reward": {"name": "parts", "weights": [1.0, 1.0, 1.0]}}
 ANSWERS_IN_TRAINING_ALONE = gw.TextTask([{"prompt": "1", "answer": "1"}], reward="exact", eval_data=["123"])
 
 
+@pytest.fixture
+def float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_torchs_default_dtype_changes_nothing(model, copied, float64, tmp_path):
+    run = train(copying(), model, tmp_path / "run")
+    assert same_weights(run, copied)
+    assert logged(run) == logged(copied)
+    assert torch.get_default_dtype() == torch.float64
+
+
 def test_the_memory_of_a_run_is_free_at_its_end(model, tmp_path):
     assert is_freed(lambda callbacks: train(copying(), model, tmp_path / "run", lora={"r": 2}, callbacks=callbacks))
 

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import functools
 import json
+import os
 import random
 import threading
 import time
@@ -11,6 +12,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from forked import run_script
 from pydantic import TypeAdapter
 from text_games import Guess
 from text_runs import logged, same_weights, save_model, train
@@ -340,6 +342,27 @@ def test_all_async_tools_run_in_one_loop(monkeypatch):
     for thread in threads:
         thread.join()
     assert len({id(loop) for loop in found}) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+def test_a_forked_process_has_a_loop_of_its_own():
+    run_script(FORKED, lenient=True)
+
+
+FORKED = """
+import os, signal
+from groupwise.text.rewards import awaited
+
+async def two():
+    return 2
+
+assert awaited(two()) == 2
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    signal.alarm(20)
+    os._exit(awaited(two()) != 2)
+"""
 
 
 def slowly(function):

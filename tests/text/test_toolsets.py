@@ -6,6 +6,7 @@ import time
 import tracemalloc
 
 import pytest
+from forked import run_script
 from text_runs import save_model, train
 
 import groupwise as gw
@@ -267,3 +268,32 @@ def test_a_run_with_python_and_a_server(server, tmp_path):
                 total_steps=None, total_iterations=1)  # fmt: skip
     assert run.metrics()[-1]["rollout/stop_no_call"] + run.metrics()[-1]["rollout/stop_max_tokens"] == 1
     assert "tools" in run.given.as_arguments()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
+def test_a_forked_process_says_that_it_cannot_use_the_workers_of_its_parent():
+    run_script(FORKED_PYTHON, lenient=True)
+
+
+FORKED_PYTHON = """
+import os, signal
+from groupwise.errors import EnvError
+from groupwise.text.toolsets import PythonTool
+
+def add():
+    tool = PythonTool()
+    tool.begin(0)
+    return tool.tools()[0].call(code="1 + 1")
+
+assert add() == "2"
+if child := os.fork():
+    assert os.waitpid(child, 0)[1] == 0
+    assert add() == "2"
+else:
+    signal.alarm(20)
+    try:
+        add()
+    except EnvError as error:
+        os._exit("fix: start such processes with" not in str(error))
+    os._exit(2)
+"""

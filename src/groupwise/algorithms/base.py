@@ -45,6 +45,11 @@ from groupwise.seeding import derive_seed
 
 log = logging.getLogger(__name__)
 
+_AUTOCAST = (
+    "training inside torch.autocast: until that context ends, it goes on with copies of the first weights; fix: train outside "
+    "of it (language models have model.precision='autocast')"
+)
+
 
 class LossOutput(NamedTuple):
     """Loss and metrics of each element of a micro-batch."""
@@ -181,6 +186,8 @@ class BaseAlgorithm(ABC):
             num_episodes: ids in ``episode_id`` are below it.
             also: further metrics, 0-dim, to return with these: all are read from the device together.
         """
+        if torch.is_autocast_enabled(self.policy.device.type):
+            raise ConfigError(_AUTOCAST)
         cfg, names, all_sum = self.cfg, self.metric_names, self.engine.sum
         self.optimize_start = time.perf_counter()
         self.counts = Counts(num_episodes, int(data["turn"].max()) + 1 if "turn" in data else 0)
@@ -303,16 +310,13 @@ class BaseAlgorithm(ABC):
 
     def _weighted(self, elements: dict[str, Nested], sizes: list[int], num_episodes: int) -> dict[str, Nested]:
         """An epoch's elements, prepared, with weights over each optimiser step's elements on all ranks."""
-        aggregation, all_sum = self.cfg.objective.aggregation, self.engine.sum
         like, numbers = elements["loss_mask"], torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
         minibatch = numbers.view(-1, *[1] * (like.dim() - 1)).to(like.device, non_blocking=True).expand_as(like)
         elements = self.prepare(dict(elements), minibatch, len(sizes))
-        mask, episode = elements["loss_mask"], elements["episode_id"]
-        elements["share"] = token_mean_weights(mask & (episode >= 0), minibatch, len(sizes), all_sum=all_sum)
-        elements["weight"] = elements["share"]
-        if aggregation.name != "token_mean":
-            elements["weight"] = self._aggregated(mask, episode, sizes, num_episodes)
-        return elements
+        mask, episode, aggregation = elements["loss_mask"], elements["episode_id"], self.cfg.objective.aggregation
+        share = token_mean_weights(mask & (episode >= 0), minibatch, len(sizes), all_sum=self.engine.sum)
+        weight = share if aggregation.name == "token_mean" else self._aggregated(mask, episode, sizes, num_episodes)
+        return elements | {"share": share, "weight": weight}
 
     def _aggregated(self, mask: Tensor, episode: Tensor, sizes: list[int], num_episodes: int) -> Tensor:
         """``loss_weights`` of each optimiser step's elements."""

@@ -435,7 +435,7 @@ class TorchCartPole(TorchGroupEnv):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """One step of 0.02 s with a push to the left (0) or right (1); 1 is earned, and the pole may fall."""
         x, x_dot, theta, theta_dot = state.unbind(1)
-        force = (2 * action - 1) * self.FORCE
+        force = (2 * action - 1).to(x) * self.FORCE
         cos, sin = theta.cos(), theta.sin()
         pole = self.MASS_POLE * self.HALF_LENGTH
         push = (force + pole * theta_dot.square() * sin) / self.MASS_TOTAL

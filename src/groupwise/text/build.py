@@ -44,7 +44,14 @@ from groupwise.text.policy import CausalLM
 from groupwise.text.served import AsyncCollector, ServedCollector, ServedGenerator
 from groupwise.text.task import Example, PromptEncoder, Start, TextTask
 from groupwise.text.tool_env import env_of
-from groupwise.training.build import Components, UserObjects, algorithm_class, check_rollout_fits, pick_device
+from groupwise.training.build import (
+    Components,
+    UserObjects,
+    algorithm_class,
+    check_rollout_fits,
+    first_weights,
+    pick_device,
+)
 from groupwise.training.callbacks import CheckSamplerMismatch
 from groupwise.training.checkpoint import Identity, initialize, load_checkpoint, load_policy
 from groupwise.training.trainer import Callback, Trainer
@@ -273,8 +280,7 @@ def build_algorithm(cfg: TextRunCfg, given: Policy | None, engine: Engine, *, re
     algorithm_type = algorithm_class(cfg.algorithm)
     actor_only: bool = algorithm_type.actor_only
     if given is None:
-        with torch.random.fork_rng(devices=[]):  # adapters start from random weights
-            torch.manual_seed(derive_seed(cfg.seed, "policy"))
+        with first_weights(cfg.seed):  # of adapters
             given = load_causal_lm(cfg.model, cfg.sampling, actor_only=actor_only, device=pick_device(cfg.device))
     if not isinstance(given, CausalLM):
         raise ConfigError(f"a text task needs a CausalLM; got {type(given).__name__}, fix: gw.CausalLM(model, ...)")

@@ -157,7 +157,8 @@ def _rare_keys(rows: Sequence[TextRow], prompt: Tensor, valid: Tensor, last: Ten
         keys["anchor"] = _spread(anchor, prompt - 1, num_slots, -1)
     if any(row.reward_parts for row in rows):
         none = (0.0,) * max(len(row.reward_parts) for row in rows)
-        keys["reward_parts"] = torch.tensor([row.reward_parts or none for row in rows])[:, None] * last[..., None]
+        parts = torch.tensor([row.reward_parts or none for row in rows], dtype=torch.float32)
+        keys["reward_parts"] = parts[:, None] * last[..., None]
     return keys
 
 
@@ -176,7 +177,7 @@ class TextBuffer(RolloutBuffer):
 
 def _spread(entries: Sequence[Sequence[Any]], first: Tensor, num_slots: int, empty: Any) -> Tensor:
     """Entries of each row from its slot ``first`` on, ``empty`` elsewhere."""
-    out = torch.full((len(entries), num_slots), empty)
+    out = torch.full((len(entries), num_slots), empty, dtype=torch.float32 if isinstance(empty, float) else torch.int64)
     for row, start, values in zip(out, first.tolist(), entries, strict=True):
         # from the list itself takes torch four times as long
         row[start : start + len(values)] = torch.from_numpy(np.asarray(values))

@@ -112,7 +112,7 @@ class DecodingState:
         self._chances = unit(hash_pair(mix(seeds)[:, None], torch.arange(sampling.max_new_tokens, device=device)))
         self._ends = torch.tensor(eos_ids, dtype=torch.long, device=device)
         self._tokens = torch.zeros(count, sampling.max_new_tokens, dtype=torch.long, device=device)
-        self._log_probs = torch.zeros(count, sampling.max_new_tokens, device=device)
+        self._log_probs = torch.zeros(count, sampling.max_new_tokens, dtype=torch.float32, device=device)
         self._supports: list[tuple[Tensor, Tensor]] = []
         self.lengths, self._stops = torch.zeros(2, count, dtype=torch.long, device=device)
 

@@ -310,7 +310,7 @@ class CausalLM(Policy):
         once = self.sampling.model_copy(update={"max_new_tokens": 1, "min_new_tokens": 0, "stop": ()})
         completions = [one for (one,) in complete(self, ids, seeds, once, deterministic=deterministic)]
         token = torch.tensor([one.tokens[0] for one in completions], device=self.device)
-        log_prob = torch.tensor([one.log_probs[0] for one in completions], device=self.device)
+        log_prob = torch.tensor([one.log_probs[0] for one in completions], dtype=torch.float32, device=self.device)
         if self.value_head is None:
             return Action(token, log_prob)
         hidden = self.hidden_states(*left_padded(ids, self.device))[:, -1]

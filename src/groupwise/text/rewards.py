@@ -13,6 +13,7 @@ import functools
 import inspect
 import json
 import logging
+import os
 import threading
 import time
 from collections import defaultdict
@@ -179,7 +180,7 @@ def in_loop(coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
             raise EnvError(f"an async function raised SystemExit: {error}; fix: another error") from error
 
     with _MAKING_LOOP:
-        loop = _loop()
+        loop = _loop(os.getpid())
     return asyncio.run_coroutine_threadsafe(run(), loop)
 
 
@@ -187,7 +188,8 @@ _MAKING_LOOP = threading.Lock()  # threads may ask for the first time together
 
 
 @functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """Of this process: one that is forked has its parent's loop without the thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="async calls").start()
     return loop

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import os
 import shlex
 import sys
 import threading
@@ -70,7 +71,12 @@ class PythonTool(Tools):
                 room -= len(printed[-1])
 
         with _MAKING_WORKERS:
-            workers = _workers()
+            process, workers = _workers()
+        if process != os.getpid():
+            raise EnvError(
+                "PythonTool: Monty answers nothing in a process that was forked from one that used it; fix: start such processes "
+                "with multiprocessing.get_context('spawn')"
+            )
         with workers.checkout(limits=self._limits, os_policy=policy) as session:
             if self._state is not None:
                 session.load_session(self._state)
@@ -93,11 +99,11 @@ _MAKING_WORKERS = threading.Lock()  # threads may ask for the first time togethe
 
 
 @functools.cache
-def _workers() -> Any:
-    """The processes that run all sessions; they end with this one."""
+def _workers() -> tuple[int, Any]:
+    """The process that asked first, and those that run all its sessions and end with it."""
     from pydantic_monty import Monty
 
-    return Monty().__enter__()
+    return os.getpid(), Monty().__enter__()
 
 
 class MCPServer(Tools):

@@ -44,7 +44,7 @@ from groupwise.policies.heads import unexplored
 from groupwise.policies.recurrent import RecurrentActorCritic
 from groupwise.report.folder import RunFolder
 from groupwise.report.video import NoPictureError, film, film_group
-from groupwise.seeding import derive_seed
+from groupwise.seeding import TORCH_GENERATOR, derive_seed
 from groupwise.speed.control import WORTH_STEPS, compiled_gradient, flat_adam
 from groupwise.speed.graphs import RolloutGraph, adam_graph, gradient_graph
 from groupwise.training.callbacks import (
@@ -177,6 +177,19 @@ def threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+@contextmanager
+def first_weights(seed: int) -> Iterator[None]:
+    """Torch's global generator at the stream of a run's first weights, in float32; both are restored afterwards."""
+    with TORCH_GENERATOR, torch.random.fork_rng(devices=[]):
+        torch.manual_seed(derive_seed(seed, "policy"))
+        dtype = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 def pick_device(name: str) -> torch.device:
@@ -615,8 +628,7 @@ def _components(
     algorithm_type = algorithm_class(cfg.algorithm)
     policy = given.policy
     if policy is None:  # orthogonal weights come out differently on another number of threads
-        with threads(1), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(derive_seed(cfg.seed, "policy"))
+        with threads(1), first_weights(cfg.seed):
             kind: Any = policy_type or policy_class(cfg.policy)
             spaces, kwargs = (env.observation_space, env.action_space), {"gamma": cfg.algorithm.gamma}
             policy = kind(*spaces, cfg.policy, actor_only=algorithm_type.actor_only, **kwargs)

@@ -21,7 +21,7 @@ from groupwise.config.run import Budget
 from groupwise.data.rollout import RolloutBuffer, TensorDict
 from groupwise.engines import Engine
 from groupwise.errors import ConfigError, DataError, DivergedError, nearest
-from groupwise.seeding import derive_seed
+from groupwise.seeding import TORCH_GENERATOR, derive_seed
 
 if TYPE_CHECKING:
     from groupwise.envs.base import EnvStep
@@ -246,7 +246,8 @@ class Trainer:
         seed = derive_seed(self.seed, "global", self.engine.rank, self.iteration)
         random.seed(seed)
         np.random.seed(seed)
-        torch.manual_seed(seed)
+        with TORCH_GENERATOR:
+            torch.manual_seed(seed)
 
         self.doing = "collecting"
         rollout = self.collector.collect(self.num_steps, rollout=self.buffer.start_rollout())

@@ -155,7 +155,6 @@ MAX_ERROR = 300
 """Characters of an error in the summary."""
 STOP = (signal.SIGINT, signal.SIGTERM, *((signal.SIGHUP,) if sys.platform != "win32" else ()))
 """Signals that end a run: Ctrl-C, a request of the system, and the end of the terminal."""
-ALARM = (signal.SIGALRM,) if sys.platform != "win32" else ()
 
 
 def run(
@@ -298,22 +297,23 @@ class FinishOnSignal:
                 raise KeyboardInterrupt
             with suppress(Exception):  # the terminal may be gone, or in the middle of another line
                 log.warning("interrupted: finishing and saving this iteration; interrupt again to stop at once")
-        elif number in ALARM and (trainer.doing == "updating" or trainer.ending):
+        elif number not in STOP and (trainer.doing == "updating" or trainer.ending):
             self.alarm(1)
         else:
             raise KeyboardInterrupt
 
     def alarm(self, seconds: int) -> None:
-        """Send ``ALARM`` after ``seconds``, or not (0), if it is handled here."""
+        """Send an alarm after ``seconds``, or not (0), if it is handled here."""
         if sys.platform != "win32" and signal.getsignal(signal.SIGALRM) is self:
             signal.alarm(seconds)
 
 
 @contextmanager
 def finishing_on_signal(trainer: Trainer) -> Iterator[None]:
-    """Let signals end training as ``FinishOnSignal`` does."""
+    """Let signals end training as ``FinishOnSignal`` does; an alarm that the user has set stays the user's."""
     handle = FinishOnSignal(trainer)
-    with handling(handle, *STOP, *ALARM):
+    alarm = (signal.SIGALRM,) if sys.platform != "win32" and not signal.getitimer(signal.ITIMER_REAL)[0] else ()
+    with handling(handle, *STOP, *alarm):
         try:
             yield
         finally:

@@ -141,6 +141,14 @@ def test_handlers_of_others_and_other_threads_are_left_alone(parts):
     assert found == [signal.default_int_handler, own]
 
 
+@pytest.mark.timeout(0)
+def test_an_alarm_that_the_user_has_set_is_left_alone(parts):
+    signal.alarm(1000)
+    with finishing_on_signal(parts.trainer()):
+        assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    assert signal.alarm(0) > 900
+
+
 def train_until_it_breaks(algorithm, event="iteration_end"):
     breaks = on(event, lambda *_: setattr(Breaks, "broken", True))
     with pytest.raises(ZeroDivisionError, match="the physics broke") as caught:

@@ -101,6 +101,62 @@ def test_images_and_instructions_are_kept(tmp_path):
     assert len({bytes(text) for text in found.obs["instruction"].numpy()}) == 2
 
 
+class Told(gymnasium.Env):
+    """Three steps, whose observations have the given instructions."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, space, told):
+        x = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+        self.observation_space, self.told = gymnasium.spaces.Dict(instruction=space, x=x), told
+
+    def look(self):
+        return {"instruction": self.told[self.steps], "x": np.zeros(1, np.float32)}
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return self.look(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self.look(), 1.0, self.steps == 3, False, {}
+
+
+@pytest.mark.parametrize(
+    ("space", "told"),
+    [
+        (gymnasium.spaces.Box(0, 1, (3,), np.int64), np.eye(4, 3, dtype=np.int64)),
+        (gymnasium.spaces.Box(0, 9, (2,), np.float32), np.arange(8, dtype=np.float32).reshape(4, 2)),
+        (gymnasium.spaces.Box(0, 255, (2, 2), np.uint8), np.arange(200, 216, dtype=np.uint8).reshape(4, 2, 2)),
+        (gymnasium.spaces.Box(0, 255, (4, 4, 3), np.uint8), np.arange(192, dtype=np.uint8).reshape(4, 4, 4, 3)),
+        (gymnasium.spaces.Discrete(4), np.arange(4)),
+        (gymnasium.spaces.MultiDiscrete([4, 4], dtype=np.uint8), np.arange(8, dtype=np.uint8).reshape(4, 2) // 2),
+    ],
+)
+def test_an_entry_called_instruction_that_is_no_text_is_kept_at_each_step(space, told, tmp_path):
+    record_demos(lambda: Told(space, told), lambda obs: 0, episodes=1, out=tmp_path / "x")
+    found = read_demos(tmp_path / "x", Told(space, told).observation_space).obs["instruction"]
+    np.testing.assert_array_equal(found.numpy(), told[:3])
+
+
+@pytest.mark.parametrize(
+    ("texts", "named"),
+    [
+        (
+            [b"open", b"open", b"shut"],
+            "'instruction' changes within an episode, from b'open' to b'shut'.*fix: one inst",
+        ),
+        ([b"\xff"] * 3, "'instruction' is not UTF-8 .*0xff.*fix: text.encode"),
+    ],
+)
+def test_an_instruction_is_one_text_for_each_episode(texts, named, tmp_path):
+    told = [np.frombuffer(text.ljust(6, b"\0"), np.uint8) for text in [*texts, texts[0]]]
+    with pytest.raises(gw.errors.DataError, match=named):
+        record_demos(
+            lambda: Told(gymnasium.spaces.Box(0, 255, (6,), np.uint8), told), lambda obs: 0, out=tmp_path / "x"
+        )
+
+
 def test_a_callable_and_settings(tmp_path):
     cfg = gw.EnvCfg(id="ToyReaching-v0", max_episode_steps=2)
     found = record_demos(cfg, straight, episodes=4, out=tmp_path / "x", keep_failures=True)

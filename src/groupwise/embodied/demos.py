@@ -21,7 +21,7 @@ from groupwise.config.base import GIVEN
 from groupwise.config.run import EnvCfg
 from groupwise.data.spaces import allowed_action, check_fits, leaf_spaces, obs_to_tensor, space_kind
 from groupwise.embodied.experts import EXPERTS, Expert, ExpertMaker
-from groupwise.embodied.lerobot import INSTRUCTION, Demonstration, write_demos
+from groupwise.embodied.lerobot import INSTRUCTION, Array, Demonstration, has_instruction, write_demos
 from groupwise.envs.base import success_of_row
 from groupwise.envs.gymnasium import kept_space
 from groupwise.envs.make import make_one
@@ -160,7 +160,22 @@ def _play(
         rewards.append(float(reward))
         if terminated or truncated:
             break
-    has_instruction = INSTRUCTION in leaf_spaces(obs_space)
-    task = bytes(seen[0][INSTRUCTION].numpy()).rstrip(b"\0").decode() if has_instruction else name
-    scores = np.array(rewards, np.float32), success_of_row(info)
-    return Demonstration(torch.stack(seen), np.stack(actions), *scores, task)
+    found: Any = torch.stack(seen)
+    task = _text(found[INSTRUCTION].numpy()) if has_instruction(leaf_spaces(obs_space)) else name
+    return Demonstration(found, np.stack(actions), np.array(rewards, np.float32), success_of_row(info), task)
+
+
+def _text(rows: Array) -> str:
+    """The instruction of an episode, from its bytes [T, B] at each step."""
+    texts = [bytes(row).rstrip(b"\0") for row in rows]
+    if other := [text for text in texts if text != texts[0]]:
+        raise DataError(
+            f"'instruction' changes within an episode, from {texts[0]!r:.200} to {other[0]!r:.200}, expected the same at every "
+            "step; fix: one instruction for each episode, or another name for the entry"
+        )
+    try:
+        return texts[0].decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"'instruction' is not UTF-8 ({error}); fix: text.encode(), padded with zeros, or another name for the entry"
+        ) from error

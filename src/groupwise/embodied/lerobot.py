@@ -250,7 +250,7 @@ def _read(folder: Path, observation_space: Any) -> Demonstrations:
     texts = dict(zip(tasks["task_index"], tasks[named[0]], strict=True))
     leaves = leaf_spaces(observation_space)
     stored: dict[tuple[str, ...], Array] = {}
-    if INSTRUCTION in leaves:
+    if has_instruction(leaves):
         size = leaves[INSTRUCTION].shape[0]
         used = [texts[index] for index in sorted(set(table["task_index"].to_pylist()))]
         if longer := [text for text in used if len(text.encode()) > size]:
@@ -282,6 +282,12 @@ def _read_table(paths: list[Path]) -> Any:
     return pq.read_table(paths)
 
 
+def has_instruction(leaves: dict[tuple[str, ...], Any]) -> bool:
+    """Whether the observation has text: a Box uint8 [B] that is called ``instruction``."""
+    leaf: Any = leaves.get(INSTRUCTION)
+    return space_kind(leaf) == "box" and leaf.dtype == np.uint8 and len(leaf.shape) == 1
+
+
 def _stored_parts(space: Any) -> list[tuple[tuple[str, ...], list[str], Column]]:
     """Path, names of the columns, and each of these columns' form, of each part but the instruction.
 
@@ -296,7 +302,7 @@ def _stored_parts(space: Any) -> list[tuple[tuple[str, ...], list[str], Column]]
             name = ".".join(("observation.images", *(path or ("image",))))
             names = [f"{name}_{view}" for view in range(leaf.shape[0])] if len(leaf.shape) == 4 else [name]
             found.append((path, names, Column("image", tuple(leaf.shape[-3:]))))
-        elif path != INSTRUCTION:
+        elif path != INSTRUCTION or not has_instruction(leaves):
             name = "observation.state" if path in ((), state) else ".".join(("observation", *path))
             found.append((path, [name], number(leaf)))
     columns = [name for _, names, _ in found for name in names]

@@ -17,7 +17,7 @@ from groupwise.embodied.demos import record_demos
 from groupwise.embodied.experts import EXPERTS, register_expert
 from groupwise.embodied.lerobot import read_demos
 
-pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.contrib
 toy_robots.register()
 REACHING = toy_robots.Reaching.observation_space
@@ -80,6 +80,32 @@ def test_only_successes_are_kept(tmp_path):
     assert (read_demos(tmp_path / "y", REACHING).obs.numpy()[:, 2] < 0).any()
     silent = record_demos("Pendulum-v1", lambda obs: [0.0], episodes=2, out=tmp_path / "z")
     assert (silent.episodes, silent.attempts, silent.steps) == (2, 2, 400), "it says nothing of success"
+
+
+@pytest.mark.parametrize("successes", [[2, 4, 6], [0, 1, 5], []])
+def test_an_episode_without_a_flag_failed_if_another_has_one(successes, tmp_path):
+    class AtSuccess(gymnasium.Env):
+        """Shows the number of the attempt, and gives its flag only at success."""
+
+        observation_space = gymnasium.spaces.Box(-1, 99, (1,), np.float32)
+        action_space = gymnasium.spaces.Discrete(2)
+        attempt = -1
+
+        def reset(self, *, seed=None, options=None):
+            self.attempt += 1
+            return np.float32([self.attempt]), {}
+
+        def step(self, action):
+            flag = {"is_success": True} if self.attempt in successes else {}
+            return np.float32([self.attempt]), 0.0, True, False, flag
+
+    space = AtSuccess.observation_space
+    record_demos(AtSuccess, lambda obs: 0, episodes=7, keep_failures=True, out=tmp_path / "x")
+    assert read_demos(tmp_path / "x", space).obs[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    stored = pq.read_table(tmp_path / "x/data/chunk-000/file-000.parquet").to_pydict().get("next.success", [])
+    assert stored == [attempt in successes for attempt in range(7) if successes]
+    record_demos(AtSuccess, lambda obs: 0, episodes=3, out=tmp_path / "y")
+    assert read_demos(tmp_path / "y", space).obs[:, 0].tolist() == (successes or [0, 1, 2])
 
 
 def test_the_same_seed_records_the_same(tmp_path):

@@ -102,8 +102,8 @@ def record_demos(
 
         def kept() -> Iterator[Demonstration]:
             nonlocal attempts
-            count = 0
-            while count < episodes:
+            count, held, has_flag = 0, list[Demonstration](), False
+            while count + len(held) < episodes:
                 if attempts == MAX_ATTEMPTS * episodes:
                     raise DataError(
                         f"the expert succeeded in {count} of {attempts} episodes of {name}, expected {episodes}; fix: less "
@@ -111,9 +111,15 @@ def record_demos(
                     )
                 demo = _play(made, space, make_expert, noise, derive_seed(seed, "demo", attempts), name)
                 attempts += 1
-                if keep_failures or demo.success is not False:
-                    count += 1
-                    yield demo
+                held.append(demo)
+                has_flag = has_flag or demo.success is not None
+                if has_flag:  # episodes without one failed
+                    wanted = [
+                        each._replace(success=bool(each.success)) for each in held if keep_failures or each.success
+                    ]
+                    count, held = count + len(wanted), []
+                    yield from wanted
+            yield from held
 
         fresh = files.fresh_name(here / folder / "demos")
         try:

@@ -66,7 +66,7 @@ class Demonstration(NamedTuple):
     reward: npt.NDArray[np.float32]
     """[T]"""
     success: bool | None
-    """Whether the episode succeeded; None if the environment does not say."""
+    """Whether the episode succeeded; None, in all episodes of a recording, if the environment does not say."""
     task: str
     """The instruction, or the environment's name."""
 
@@ -124,8 +124,8 @@ def write_demos(
                 views = part.reshape(steps, len(names), *column.shape)
                 values |= {name: views[:, i] for i, name in enumerate(names)}
             values |= {"action": demo.action, "next.reward": demo.reward, "next.done": done}
-            if "next.success" in columns if lengths else demo.success is not None:
-                values["next.success"] = done & bool(demo.success)
+            if demo.success is not None:
+                values["next.success"] = done & demo.success
             values |= {"timestamp": (frame / steps_per_second).astype(np.float32), "frame_index": frame}
             values |= {"episode_index": np.full(steps, episode), "index": sum(lengths) + frame}
             values |= {"task_index": np.full(steps, tasks.setdefault(demo.task, len(tasks)))}

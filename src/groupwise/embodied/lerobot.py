@@ -340,6 +340,11 @@ def from_arrow(values: Any, column: Column) -> Array:
     if column.dtype == "image":
         images, expected = [], (*column.shape[:2], "RGB" if column.shape[2] == 3 else "L")
         for image in values.to_pylist():
+            if image["bytes"] is None and image["path"] is not None:
+                raise DataError(
+                    f"the images are files outside the table, such as {image['path']!r:.200}, expected PNG or JPEG bytes in it; "
+                    "fix: embed them (embed_table_storage of the package datasets)"
+                )
             # pillow runs another program for some of the other formats
             picture = Image.open(io.BytesIO(image["bytes"]), formats=_FORMATS)
             if (found := (picture.height, picture.width, picture.mode)) != expected:

@@ -17,7 +17,7 @@ from groupwise.embodied.demos import record_demos
 from groupwise.embodied.experts import EXPERTS, register_expert
 from groupwise.embodied.lerobot import read_demos
 
-pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
 pytestmark = pytest.mark.contrib
 toy_robots.register()
 REACHING = toy_robots.Reaching.observation_space
@@ -82,6 +82,32 @@ def test_only_successes_are_kept(tmp_path):
     assert (silent.episodes, silent.attempts, silent.steps) == (2, 2, 400), "it says nothing of success"
 
 
+@pytest.mark.parametrize("successes", [[2, 4, 6], [0, 1, 5], []])
+def test_an_episode_without_a_flag_failed_if_another_has_one(successes, tmp_path):
+    class AtSuccess(gymnasium.Env):
+        """Shows the number of the attempt, and gives its flag only at success."""
+
+        observation_space = gymnasium.spaces.Box(-1, 99, (1,), np.float32)
+        action_space = gymnasium.spaces.Discrete(2)
+        attempt = -1
+
+        def reset(self, *, seed=None, options=None):
+            self.attempt += 1
+            return np.float32([self.attempt]), {}
+
+        def step(self, action):
+            flag = {"is_success": True} if self.attempt in successes else {}
+            return np.float32([self.attempt]), 0.0, True, False, flag
+
+    space = AtSuccess.observation_space
+    record_demos(AtSuccess, lambda obs: 0, episodes=7, keep_failures=True, out=tmp_path / "x")
+    assert read_demos(tmp_path / "x", space).obs[:, 0].tolist() == [0, 1, 2, 3, 4, 5, 6]
+    stored = pq.read_table(tmp_path / "x/data/chunk-000/file-000.parquet").to_pydict().get("next.success", [])
+    assert stored == [attempt in successes for attempt in range(7) if successes]
+    record_demos(AtSuccess, lambda obs: 0, episodes=3, out=tmp_path / "y")
+    assert read_demos(tmp_path / "y", space).obs[:, 0].tolist() == (successes or [0, 1, 2])
+
+
 def test_the_same_seed_records_the_same(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         record_demos("ToyReaching-v0", straight, episodes=3, seed=seed, out=tmp_path / name)
@@ -99,6 +125,62 @@ def test_images_and_instructions_are_kept(tmp_path):
         np.testing.assert_array_equal(text, env.look()["instruction"])
         np.testing.assert_array_equal(image[0], env.look()["image"][0])
     assert len({bytes(text) for text in found.obs["instruction"].numpy()}) == 2
+
+
+class Told(gymnasium.Env):
+    """Three steps, whose observations have the given instructions."""
+
+    action_space = gymnasium.spaces.Discrete(2)
+
+    def __init__(self, space, told):
+        x = gymnasium.spaces.Box(-1, 1, (1,), np.float32)
+        self.observation_space, self.told = gymnasium.spaces.Dict(instruction=space, x=x), told
+
+    def look(self):
+        return {"instruction": self.told[self.steps], "x": np.zeros(1, np.float32)}
+
+    def reset(self, *, seed=None, options=None):
+        self.steps = 0
+        return self.look(), {}
+
+    def step(self, action):
+        self.steps += 1
+        return self.look(), 1.0, self.steps == 3, False, {}
+
+
+@pytest.mark.parametrize(
+    ("space", "told"),
+    [
+        (gymnasium.spaces.Box(0, 1, (3,), np.int64), np.eye(4, 3, dtype=np.int64)),
+        (gymnasium.spaces.Box(0, 9, (2,), np.float32), np.arange(8, dtype=np.float32).reshape(4, 2)),
+        (gymnasium.spaces.Box(0, 255, (2, 2), np.uint8), np.arange(200, 216, dtype=np.uint8).reshape(4, 2, 2)),
+        (gymnasium.spaces.Box(0, 255, (4, 4, 3), np.uint8), np.arange(192, dtype=np.uint8).reshape(4, 4, 4, 3)),
+        (gymnasium.spaces.Discrete(4), np.arange(4)),
+        (gymnasium.spaces.MultiDiscrete([4, 4], dtype=np.uint8), np.arange(8, dtype=np.uint8).reshape(4, 2) // 2),
+    ],
+)
+def test_an_entry_called_instruction_that_is_no_text_is_kept_at_each_step(space, told, tmp_path):
+    record_demos(lambda: Told(space, told), lambda obs: 0, episodes=1, out=tmp_path / "x")
+    found = read_demos(tmp_path / "x", Told(space, told).observation_space).obs["instruction"]
+    np.testing.assert_array_equal(found.numpy(), told[:3])
+
+
+@pytest.mark.parametrize(
+    ("texts", "named"),
+    [
+        (
+            [b"open", b"open", b"shut"],
+            "'instruction' changes within an episode, from b'open' to b'shut'.*fix: one inst",
+        ),
+        ([b"\xff"] * 3, "'instruction' is not UTF-8 .*0xff.*fix: text.encode"),
+    ],
+)
+def test_an_instruction_is_one_text_for_each_episode(texts, named, tmp_path):
+    told = [np.frombuffer(text.ljust(6, b"\0"), np.uint8) for text in [*texts, texts[0]]]
+    with pytest.raises(gw.errors.DataError, match=named):
+        record_demos(
+            lambda: Told(gymnasium.spaces.Box(0, 255, (6,), np.uint8), told), lambda obs: 0, out=tmp_path / "x"
+        )
 
 
 def test_a_callable_and_settings(tmp_path):

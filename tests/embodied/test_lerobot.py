@@ -265,6 +265,8 @@ IMAGE = "observation.images.image_0"
         ("observation.grid", [None] * 6, LISTS, DAMAGED),
         ("next.reward", ["1"] * 5 + ["a"], pa.string(), DAMAGED),
         (IMAGE, [None] * 6, PICTURES, DAMAGED),
+        (IMAGE, [{"bytes": None, "path": None}] * 6, PICTURES, DAMAGED),
+        (IMAGE, [{"bytes": None, "path": "a.png"}] * 6, PICTURES, r"outside the table, such as 'a\.png', .*fix: embed"),
         (IMAGE, [{"bytes": b"PNG", "path": "/etc/passwd"}] * 6, PICTURES, DAMAGED),
         (IMAGE, [{"bytes": picture((4, 3))["bytes"][:-30], "path": None}] * 6, PICTURES, DAMAGED),
         (IMAGE, [picture((20_000, 9_000), "1")] * 6, PICTURES, DAMAGED),

@@ -21,7 +21,7 @@ from groupwise.config.base import GIVEN
 from groupwise.config.run import EnvCfg
 from groupwise.data.spaces import allowed_action, check_fits, leaf_spaces, obs_to_tensor, space_kind
 from groupwise.embodied.experts import EXPERTS, Expert, ExpertMaker
-from groupwise.embodied.lerobot import INSTRUCTION, Demonstration, write_demos
+from groupwise.embodied.lerobot import INSTRUCTION, Array, Demonstration, has_instruction, write_demos
 from groupwise.envs.base import success_of_row
 from groupwise.envs.gymnasium import kept_space
 from groupwise.envs.make import make_one
@@ -102,8 +102,8 @@ def record_demos(
 
         def kept() -> Iterator[Demonstration]:
             nonlocal attempts
-            count = 0
-            while count < episodes:
+            count, held, has_flag = 0, list[Demonstration](), False
+            while count + len(held) < episodes:
                 if attempts == MAX_ATTEMPTS * episodes:
                     raise DataError(
                         f"the expert succeeded in {count} of {attempts} episodes of {name}, expected {episodes}; fix: less "
@@ -111,9 +111,15 @@ def record_demos(
                     )
                 demo = _play(made, space, make_expert, noise, derive_seed(seed, "demo", attempts), name)
                 attempts += 1
-                if keep_failures or demo.success is not False:
-                    count += 1
-                    yield demo
+                held.append(demo)
+                has_flag = has_flag or demo.success is not None
+                if has_flag:  # episodes without one failed
+                    wanted = [
+                        each._replace(success=bool(each.success)) for each in held if keep_failures or each.success
+                    ]
+                    count, held = count + len(wanted), []
+                    yield from wanted
+            yield from held
 
         fresh = files.fresh_name(here / folder / "demos")
         try:
@@ -160,7 +166,22 @@ def _play(
         rewards.append(float(reward))
         if terminated or truncated:
             break
-    has_instruction = INSTRUCTION in leaf_spaces(obs_space)
-    task = bytes(seen[0][INSTRUCTION].numpy()).rstrip(b"\0").decode() if has_instruction else name
-    scores = np.array(rewards, np.float32), success_of_row(info)
-    return Demonstration(torch.stack(seen), np.stack(actions), *scores, task)
+    found: Any = torch.stack(seen)
+    task = _text(found[INSTRUCTION].numpy()) if has_instruction(leaf_spaces(obs_space)) else name
+    return Demonstration(found, np.stack(actions), np.array(rewards, np.float32), success_of_row(info), task)
+
+
+def _text(rows: Array) -> str:
+    """The instruction of an episode, from its bytes [T, B] at each step."""
+    texts = [bytes(row).rstrip(b"\0") for row in rows]
+    if other := [text for text in texts if text != texts[0]]:
+        raise DataError(
+            f"'instruction' changes within an episode, from {texts[0]!r:.200} to {other[0]!r:.200}, expected the same at every "
+            "step; fix: one instruction for each episode, or another name for the entry"
+        )
+    try:
+        return texts[0].decode()
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"'instruction' is not UTF-8 ({error}); fix: text.encode(), padded with zeros, or another name for the entry"
+        ) from error

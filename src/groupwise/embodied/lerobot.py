@@ -66,7 +66,7 @@ class Demonstration(NamedTuple):
     reward: npt.NDArray[np.float32]
     """[T]"""
     success: bool | None
-    """Whether the episode succeeded; None if the environment does not say."""
+    """Whether the episode succeeded; None, in all episodes of a recording, if the environment does not say."""
     task: str
     """The instruction, or the environment's name."""
 
@@ -124,8 +124,8 @@ def write_demos(
                 views = part.reshape(steps, len(names), *column.shape)
                 values |= {name: views[:, i] for i, name in enumerate(names)}
             values |= {"action": demo.action, "next.reward": demo.reward, "next.done": done}
-            if "next.success" in columns if lengths else demo.success is not None:
-                values["next.success"] = done & bool(demo.success)
+            if demo.success is not None:
+                values["next.success"] = done & demo.success
             values |= {"timestamp": (frame / steps_per_second).astype(np.float32), "frame_index": frame}
             values |= {"episode_index": np.full(steps, episode), "index": sum(lengths) + frame}
             values |= {"task_index": np.full(steps, tasks.setdefault(demo.task, len(tasks)))}
@@ -250,7 +250,7 @@ def _read(folder: Path, observation_space: Any) -> Demonstrations:
     texts = dict(zip(tasks["task_index"], tasks[named[0]], strict=True))
     leaves = leaf_spaces(observation_space)
     stored: dict[tuple[str, ...], Array] = {}
-    if INSTRUCTION in leaves:
+    if has_instruction(leaves):
         size = leaves[INSTRUCTION].shape[0]
         used = [texts[index] for index in sorted(set(table["task_index"].to_pylist()))]
         if longer := [text for text in used if len(text.encode()) > size]:
@@ -282,6 +282,12 @@ def _read_table(paths: list[Path]) -> Any:
     return pq.read_table(paths)
 
 
+def has_instruction(leaves: dict[tuple[str, ...], Any]) -> bool:
+    """Whether the observation has text: a Box uint8 [B] that is called ``instruction``."""
+    leaf: Any = leaves.get(INSTRUCTION)
+    return space_kind(leaf) == "box" and leaf.dtype == np.uint8 and len(leaf.shape) == 1
+
+
 def _stored_parts(space: Any) -> list[tuple[tuple[str, ...], list[str], Column]]:
     """Path, names of the columns, and each of these columns' form, of each part but the instruction.
 
@@ -296,7 +302,7 @@ def _stored_parts(space: Any) -> list[tuple[tuple[str, ...], list[str], Column]]
             name = ".".join(("observation.images", *(path or ("image",))))
             names = [f"{name}_{view}" for view in range(leaf.shape[0])] if len(leaf.shape) == 4 else [name]
             found.append((path, names, Column("image", tuple(leaf.shape[-3:]))))
-        elif path != INSTRUCTION:
+        elif path != INSTRUCTION or not has_instruction(leaves):
             name = "observation.state" if path in ((), state) else ".".join(("observation", *path))
             found.append((path, [name], number(leaf)))
     columns = [name for _, names, _ in found for name in names]
@@ -334,6 +340,11 @@ def from_arrow(values: Any, column: Column) -> Array:
     if column.dtype == "image":
         images, expected = [], (*column.shape[:2], "RGB" if column.shape[2] == 3 else "L")
         for image in values.to_pylist():
+            if image["bytes"] is None and image["path"] is not None:
+                raise DataError(
+                    f"the images are files outside the table, such as {image['path']!r:.200}, expected PNG or JPEG bytes in it; "
+                    "fix: embed them (embed_table_storage of the package datasets)"
+                )
             # pillow runs another program for some of the other formats
             picture = Image.open(io.BytesIO(image["bytes"]), formats=_FORMATS)
             if (found := (picture.height, picture.width, picture.mode)) != expected:

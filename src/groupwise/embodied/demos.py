@@ -19,6 +19,7 @@ import torch
 from groupwise import system as files
 from groupwise.config.base import GIVEN
 from groupwise.config.run import EnvCfg
+from groupwise.data.rollout import leaves
 from groupwise.data.spaces import allowed_action, check_fits, leaf_spaces, obs_to_tensor, space_kind
 from groupwise.embodied.experts import EXPERTS, Expert, ExpertMaker
 from groupwise.embodied.lerobot import INSTRUCTION, Array, Demonstration, has_instruction, write_demos
@@ -32,6 +33,8 @@ from groupwise.seeding import derive_seed
 
 MAX_ATTEMPTS = 20
 """Most episodes played for each requested one."""
+_MOST_HELD = 2**28
+"""Bytes of observations after which an environment that has not told of success is taken to tell of none."""
 MAX_STEPS = 10_000  # of an episode in environments without a step limit
 
 
@@ -102,7 +105,7 @@ def record_demos(
 
         def kept() -> Iterator[Demonstration]:
             nonlocal attempts
-            count, held, has_flag = 0, list[Demonstration](), False
+            count, held, size, tells = 0, list[Demonstration](), 0, None
             while count + len(held) < episodes:
                 if attempts == MAX_ATTEMPTS * episodes:
                     raise DataError(
@@ -112,10 +115,15 @@ def record_demos(
                 demo = _play(made, space, make_expert, noise, derive_seed(seed, "demo", attempts), name)
                 attempts += 1
                 held.append(demo)
-                has_flag = has_flag or demo.success is not None
-                if has_flag:  # episodes without one failed
+                size += sum(leaf.nbytes for leaf in leaves(demo.obs))
+                if tells is None and (demo.success is not None or size > _MOST_HELD):
+                    tells = demo.success is not None  # then episodes without a flag failed
+                if tells is not None:
+                    done = [demo.success if tells else demo.success is not False for demo in held]
                     wanted = [
-                        each._replace(success=bool(each.success)) for each in held if keep_failures or each.success
+                        demo._replace(success=bool(is_done) if tells else None)
+                        for demo, is_done in zip(held, done, strict=True)
+                        if keep_failures or is_done
                     ]
                     count, held = count + len(wanted), []
                     yield from wanted

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from io import BufferedReader, BufferedWriter
-from multiprocessing import get_context, parent_process
+from multiprocessing import current_process, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
@@ -318,6 +318,11 @@ _STARTING = threading.Lock()
 
 def start(target: Callable[..., None], *args: Any, name: str, daemon: bool = True) -> BaseProcess:
     """A new process that runs ``target(*args)``. Its children are killed with it; with ``daemon`` it may have none."""
+    if current_process().daemon:
+        raise RuntimeError(
+            f"the process {name!r} cannot start: daemonic processes, as the workers of multiprocessing.Pool, have no children; fix: "
+            "concurrent.futures.ProcessPoolExecutor, or for environments vectorization='sync'"
+        )
     context().set_forkserver_preload([target.__module__])
     process = context().Process(target=_main, args=(target, *args), daemon=daemon, name=name)
     with _STARTING:

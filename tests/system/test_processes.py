@@ -1,5 +1,6 @@
 """Processes for the user's code end with their parent, and with their children."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -77,6 +78,12 @@ def for_ever():
 def test_a_limit_of_time_holds_where_the_end_of_an_object_swallows_the_error():
     with pytest.raises(TimeoutError, match="CPU time"), limiting(0.1):
         for_ever()
+
+
+def test_where_no_process_may_be_started_the_error_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", {"daemon": True})
+    with pytest.raises(RuntimeError, match=r"fix: concurrent\.futures\.ProcessPoolExecutor, or for environments"):
+        start(print, name="work")
 
 
 def test_threads_that_start_processes_leave_the_variables_as_they_were(monkeypatch):

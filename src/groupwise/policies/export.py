@@ -105,7 +105,7 @@ def _onnx(policy: Policy) -> bytes:
         found.append((batch.clamp(-_FARTHEST, _FARTHEST) if batch.is_floating_point() else batch).to(spec.dtype))
     leaves = tuple(found)
     any_size = tuple({0: torch.export.Dim("batch")} for _ in leaves)
-    log = logging.getLogger("torch.onnx")
+    log = logging.getLogger("torch")
     level = log.level
     log.setLevel(logging.ERROR)  # torch's notes about its own exporter
     try:
@@ -119,7 +119,10 @@ def _onnx(policy: Policy) -> bytes:
                 verbose=False,
             )
     except (torch.onnx.OnnxExporterError, RuntimeError) as error:
-        raise ConfigError(f"{type(policy).__name__} cannot be exported to ONNX: {error}; fix: safetensors") from error
+        name = type(policy).__name__  # torch's own text has hundreds of lines
+        raise ConfigError(
+            f"{name} cannot be exported to ONNX: torch cannot trace its code; fix: safetensors"
+        ) from error
     finally:
         log.setLevel(level)
     assert program is not None

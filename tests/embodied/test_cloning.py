@@ -236,7 +236,7 @@ def test_other_actions_are_refused(tmp_path, space):
 def parts_of(data, env_id="ToyReaching-v0"):
     """The parts of a run that clones in chunks of three."""
     env = {"num_envs": 2, "action_chunk": 3}
-    cfg = resolve(env_id, gw.config.BCCfg(data=data, num_steps=16, label_noise=0.0), env=env)
+    cfg = resolve(env_id, gw.config.BCCfg(data=data, num_steps=16, label_noise=0.0), env=env, total_steps=64)
     parts = build(cfg, UserObjects(), Engine())
     parts.close()
     return parts
@@ -247,6 +247,13 @@ def updated(parts):
     rollout = parts.collector.collect(16, parts.buffer.start_rollout())
     metrics = parts.algorithm.update(rollout)
     return metrics, torch.cat([parameter.flatten() for parameter in parts.policy.parameters()])
+
+
+def test_the_budget_is_of_demonstrated_steps_also_in_chunks(reaching):
+    parts = parts_of(reaching)
+    parts.collector.collect(16, parts.buffer.start_rollout())
+    assert parts.collector.last_steps == 32  # of 64, two iterations
+    assert not [note for note in parts.notes() if "Training ends at" in note]
 
 
 def test_labels_behind_the_end_change_nothing_and_those_before_do(reaching):

@@ -461,7 +461,10 @@ class EnvComponents(Components):
             lines.append(f"{self.env.env_id} has no step limit: episodes of groups are truncated after {steps}.")
         if isinstance(self.cfg.policy, PolicyCfg) and self.given.policy is None:
             lines += filter(None, [unexplored(self.env.action_space, self.cfg.policy)])
-        total, ranks, each = self.cfg.total_steps or 0, self.algorithm.engine.world_size, self.cfg.env.decision_steps
+        total, ranks = self.cfg.total_steps or 0, self.algorithm.engine.world_size
+        each = (
+            1 if self.collector.data_size else self.cfg.env.decision_steps
+        )  # of demonstrations, decisions are counted
         size = self.env.num_envs * ranks * self.cfg.algorithm.num_steps  # decisions, of at most ``each`` steps
         end = size * each * -(-total // (size * each))
         if isinstance(collector := self.collector, GroupCollector):

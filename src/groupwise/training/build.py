@@ -462,9 +462,8 @@ class EnvComponents(Components):
         if isinstance(self.cfg.policy, PolicyCfg) and self.given.policy is None:
             lines += filter(None, [unexplored(self.env.action_space, self.cfg.policy)])
         total, ranks = self.cfg.total_steps or 0, self.algorithm.engine.world_size
-        each = (
-            1 if self.collector.data_size else self.cfg.env.decision_steps
-        )  # of demonstrations, decisions are counted
+        # a cloning run counts demonstrated steps
+        each = 1 if isinstance(self.cfg.algorithm, BCCfg) else self.cfg.env.decision_steps
         size = self.env.num_envs * ranks * self.cfg.algorithm.num_steps  # decisions, of at most ``each`` steps
         end = size * each * -(-total // (size * each))
         if isinstance(collector := self.collector, GroupCollector):

@@ -85,7 +85,7 @@ def main(path: Path) -> None:
         search=search,
         population=2 if args.smallest else MEMBERS,
         rounds=MAX_ROUNDS + 1,  # the watch ends it
-        round_steps=LEARN_STEP if args.smallest else ROUND_STEPS,
+        round_steps=learn["max"] if args.smallest else ROUND_STEPS,
         episodes=EVALUATION_EPISODES,
         selection={"name": "watched", "size": TOURNAMENT},
         weight_noise=0.1,

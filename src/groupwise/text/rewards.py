@@ -189,7 +189,7 @@ _MAKING_LOOP = threading.Lock()  # threads may ask for the first time together
 
 @functools.cache
 def _loop(process: int) -> asyncio.AbstractEventLoop:
-    """Of this process: one that is forked has its parent's loop without the thread."""
+    """The loop of this process; a forked one has its parent's without the thread."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="async calls").start()
     return loop
